@@ -101,15 +101,18 @@ def compute(
     Raises:
         ModelError: no such taps, or features that are not finite.
     """
-    likes = alike(texts) if target.new_cache().copies else [(i, 0) for i in range(len(texts))]
-    first = fresh = 0
-    for i, (of, shared) in enumerate(likes):
-        if of == i and i > first and fresh + len(texts[i]) > rows:
-            yield from _score(target, texts, range(first, i), likes, taps, rows)
-            first, fresh = i, 0
-        fresh += len(texts[i]) - shared
-    if texts:
-        yield from _score(target, texts, range(first, len(texts)), likes, taps, rows)
+    part: list[Sequence[int]] = []
+    of, count = 0, {True: 0, False: 0}  # rows of texts that follow another, and of others
+    for text in texts:
+        shared = _shared(part[of], text) if part else 0
+        if part and count[shared > 0] + len(text) - shared > rows:
+            yield from _score(target, part, taps, rows)
+            part, count, shared = [], {True: 0, False: 0}, 0
+        of = of if shared else len(part)
+        part.append(text)
+        count[shared > 0] += len(text) - shared
+    if part:
+        yield from _score(target, part, taps, rows)
 
 
 def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -122,29 +125,30 @@ def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
     found: list[tuple[int, int]] = []
     for i, text in enumerate(texts):
         of = found[-1][0] if found else 0
-        shared = min(shared_prefix(texts[of], text), len(text) - 1) if found else 0
-        found.append((of, shared) if shared >= PAGE else (i, 0))
+        shared = _shared(texts[of], text) if found else 0
+        found.append((of, shared) if shared else (i, 0))
     return found
 
 
+def _shared(one: Sequence[int], text: Sequence[int]) -> int:
+    """Tokens at the beginning of a text, but its last one, that are also another's; 0 if they are few."""
+    shared = min(shared_prefix(one, text), len(text) - 1)
+    return shared if shared >= PAGE else 0
+
+
 def _score(
-    target: Target,
-    texts: Sequence[Sequence[int]],
-    part: range,
-    likes: Sequence[tuple[int, int]],
-    taps: Sequence[str],
-    rows: int,
+    target: Target, part: Sequence[Sequence[int]], taps: Sequence[str], rows: int
 ) -> list[dict[str, Tensor]]:
-    """Features of some of the texts: those first that begin like no other."""
-    cache = target.new_cache(capacity=max(len(texts[i]) for i in part))
-    slots = {i: cache.open() for i in part if likes[i][0] == i}
-    found = _read(target, texts, slots, cache, taps, rows)
-    slots = {i: cache.fork(slots[likes[i][0]], likes[i][1]) for i in part if i not in slots}
-    own = _read(target, texts, slots, cache, taps, rows)
-    for i, piece in own.items():
+    """Features of some texts: first of those that begin like no other."""
+    cache = target.new_cache(capacity=max(len(text) for text in part))
+    likes = alike(part) if cache.copies else [(i, 0) for i in range(len(part))]
+    slots = {i: cache.open() for i, (of, _) in enumerate(likes) if of == i}
+    found = _read(target, part, slots, cache, taps, rows)
+    slots = {i: cache.fork(slots[of], shared) for i, (of, shared) in enumerate(likes) if of != i}
+    for i, own in _read(target, part, slots, cache, taps, rows).items():
         of, shared = likes[i]
-        found[i] = {tap: torch.cat([found[of][tap][:shared], piece[tap]]) for tap in taps}
-    return [found[i] for i in part]
+        found[i] = {tap: torch.cat([found[of][tap][:shared], own[tap]]) for tap in taps}
+    return [found[i] for i in range(len(part))]
 
 
 def _read(

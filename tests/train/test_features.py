@@ -84,7 +84,13 @@ def test_prompts_are_read_and_kept_once(target, tmp_path, monkeypatch, rows):
     for found, wanted in zip(compute(target, [one.ids for one in part], TAPS, rows), want, strict=True):
         assert all(torch.equal(found[tap], wanted[tap]) for tap in TAPS)
     # Two prompts with their first answers; of the others a token of the prompt and what differs.
-    assert sum(len(feed.token_J) for feeds in read for feed in feeds) == 2 * (90 + 1 + 12)
+    fed = sum(len(feed.token_J) for feeds in read for feed in feeds)
+    assert fed == 2 * (90 + 1 + 12)
+    read.clear()
+    many = [np.append(part[0].ids[:70], n % 90) for n in range(150)]  # which all begin alike
+    for ids, found in zip(many, compute(target, many, TAPS, 100), strict=True):
+        assert all(torch.equal(found[tap], alone(target, ids, tap)[0]) for tap in TAPS)
+    assert max(sum(len(feed.token_J) for feed in feeds) for feeds in read) == 100
     store = kept(target, tmp_path, part=part)
     assert store.nbytes < 2 * (90 + 1 + 12) * 2 * 2 * target.hidden_size + 500
     no_pass(target, monkeypatch)
