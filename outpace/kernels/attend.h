@@ -441,7 +441,7 @@ INLINE void keep(const Pass *p, int64_t row, const int half, void *keys, void *v
 }
 
 /* Pieces of the three tasks of a layer: storing, blocks, merging. */
-static int64_t keep_pieces(const Pass *p) { return pieces_of(p->news, 2 * p->kv * p->width); }
+static int64_t keep_pieces(const Pass *p) { return pieces_of(p->news, (p->group + 2) * p->kv * p->width); }
 static int64_t block_pieces(const Pass *p) { return p->units * p->kv; }
 static int64_t merge_pieces(const Pass *p) {
     return p->parts * p->width <= 2 * GRAIN ? p->chunks > 0 : p->chunks * p->kv;

@@ -140,18 +140,6 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
     multiply_piece(&product, piece);
 }
 
-/* Whether a product makes its operands of rows that an operation writes just before: then the same
-   thread does both, with no hand-over between. */
-static int feeds(const Program *p, const Op *op) {
-    return (op->kind == NORM || op->kind == GATE) && op + 1 < p->op + p->ops && op[1].kind == PRODUCT &&
-           op[1].from == op->to && op[1].rows == op->rows && op[1].part->inputs == op->width;
-}
-static void feed_rows(const void *context, const void *self, int64_t piece) {
-    const Op *op = self;
-    if (op->kind == NORM) norm_rows(context, op, piece);
-    else gate_rows(context, op, piece);
-    prepare_rows(context, op + 1, piece);
-}
 
 #define LAYER                                                                                     \
     const Program *p = context;                                                                   \
@@ -162,6 +150,22 @@ static void feed_rows(const void *context, const void *self, int64_t piece) {
 
 static void store_new(const void *context, const void *self, int64_t piece) {
     LAYER keep_piece(pass, piece, keys, values);
+}
+/* Whether the next operation begins with the rows that this one writes, cut in the same way: a product with
+   its operands, attention with new keys. Then one thread does both, with no hand-over between. */
+static int feeds(const Program *p, const Op *op) {
+    const Op *next = op + 1;
+    if (next == p->op + p->ops || next->from != op->to || next->rows != op->rows) return 0;
+    if (op->kind == NORM || op->kind == GATE)
+        return next->kind == PRODUCT && next->part->inputs == op->width;
+    const Pass *pass = next->kind == ATTEND ? p->pass[next->index] : NULL;
+    return op->kind == TURN && pass && !pass->choices && pass->news == rows_of(p, op) &&
+           (pass->group + 2) * pass->kv * pass->width == p->heads * op->width;
+}
+static void feed_rows(const void *context, const void *self, int64_t piece) {
+    const Op *op = self;
+    (op->kind == NORM ? norm_rows : op->kind == GATE ? gate_rows : turn_rows)(context, op, piece);
+    (op->kind == TURN ? store_new : prepare_rows)(context, op + 1, piece);
 }
 static void attend_blocks(const void *context, const void *self, int64_t piece) {
     LAYER block_piece(pass, piece, op->layer, keys, values);
@@ -193,7 +197,7 @@ static void choose_rows(const void *context, const void *self, int64_t piece) {
 static Task *plan(const Program *p, const Op *op, Task *task) {
     const int64_t rows = rows_of(p, op), width = op->width;
     if (feeds(p, op)) {
-        *task++ = (Task){feed_rows, op, pieces_of(rows, width)};
+        *task++ = (Task){feed_rows, op, pieces_of(rows, op->kind == TURN ? p->heads * width : width)};
         return task;
     }
     switch (op->kind) {
@@ -221,7 +225,8 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
             *task++ = (Task){top_scores, op, pass->choices * pass->kv * pass->group};
             *task++ = (Task){choose_rows, op, pass->choices * pass->kv};
         }
-        *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
+        if (op == p->op || !feeds(p, op - 1))
+            *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
         *task++ = (Task){attend_blocks, op, block_pieces(p->pass[op->index])};
         *task++ = (Task){merge_blocks, op, merge_pieces(p->pass[op->index])};
     }
