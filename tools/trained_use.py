@@ -27,7 +27,7 @@ from outpace.errors import OutpaceError
 from outpace.params import SamplingParams
 from outpace.registry import load
 from outpace.train.batches import Batch, padded
-from outpace.train.features import compute
+from outpace.train.capture import compute
 from outpace.train.objective import DEPTHS
 from outpace.train.pipeline import Pipeline, begin_from
 from outpace.types import ROOT, Draft, Drawn, Verdict

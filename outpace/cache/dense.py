@@ -23,9 +23,6 @@ from outpace.kernels.moves import move
 
 _LARGE = 1 << 20
 """Bytes from which on memory is asked for in whole pages of the system."""
-_ALIASED = 16
-"""Of so many pages, and multiples, all coordinates of a key would share a few sets of a processor's cache: a
-pass over 1 to 8 rows with 2048 rows allocated takes 1 to 5 % longer than with 2112."""
 _MEMO = 256
 """Views remembered: making 30 of them takes as long as three products."""
 
@@ -137,8 +134,7 @@ class DenseCache(KVCache):
             return
         longer, more = max(rows, self._capacity, had_rows * 3 // 2), max(slots, had_slots * 3 // 2)
         rows = longer if rows > had_rows else had_rows
-        if -(-rows // PAGE) % _ALIASED == 0:
-            rows += PAGE
+        rows += 0 if -(-rows // PAGE) % 16 else PAGE  # coordinates would share few sets of a cache: 1 to 5 %
         self.resize(more if slots > had_slots else had_slots, rows)
 
     @property

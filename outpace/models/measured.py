@@ -58,7 +58,6 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
     """What a measurement depends on."""
-    code = library() if target.device.type == "cpu" else None
     return {
         "format": _FORMAT,
         "kind": kind,
@@ -67,7 +66,7 @@ def _key(kind: str, target: Target, spec: str) -> dict[str, Any]:
         "dtype": dtype_name(target.dtype),
         "threads": torch.get_num_threads(),
         "machine": machine(target.device),
-        "compiled": "" if code is None else Path(code._name).stem,  # which names its state
+        "compiled": Path(code._name).stem if target.device.type == "cpu" and (code := library()) else "",
         "outpace": __version__,
     }
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from outpace.train.batches import Batch
-from outpace.train.features import passes, width_of
+from outpace.train.capture import passes, width_of
 from outpace.train.pipeline import Pipeline
 from outpace.train.speed import LIKELY, decode_seconds, row_seconds, seconds_of, typical_prompt
 

@@ -1,8 +1,5 @@
 """Features of stored sequences: what the target computed at every token of them.
 
-Besides the taps of a pass, ``kv.L`` is what the target's cache holds of layer L: the token's keys, rotated,
-then its values. It is read as a drafter reads it (KV_READ), once the token is committed.
-
 A pass of the target computes them when a batch first needs them, or before the first step where training
 reads all of them. They stay on disk in bfloat16 while
 they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed. Texts
@@ -30,14 +27,13 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from outpace.cache.base import PAGE, KVCache, shared_prefix
 from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
-from outpace.models.base import KV_READ, TAPS, Target
+from outpace.models.base import Target
+from outpace.train.capture import KV, alike, compute, needed, passes, width_of
 from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.progress import Say, Tick
 from outpace.train.tokens import TokenSequence
-from outpace.types import Feed
 
 VERSION = 2
 _FORM = {
@@ -48,145 +44,8 @@ _FORM = {
 }
 """What the manifest has to hold."""
 SHARD_BYTES = 64 << 20
-ROWS = 1024
-"""Tokens of a pass, about."""
 _SPARE = 1 << 30  # bytes of the disk that features leave free
-_KV = "kv."
 _FEW, _SAY_EVERY = 64, 10.0  # texts computed together, in order; seconds between reports
-
-
-def width_of(target: Target, tap: str) -> int:
-    """Numbers per token of a tap."""
-    if not tap.startswith(_KV):
-        return target.hidden_size
-    shape = target.config  # type: ignore[attr-defined]
-    return 2 * int(shape.num_kv_heads * shape.head_dim)
-
-
-def rows_of(
-    target: Target, cache: KVCache, slot: int, rows: range, taps: Mapping[str, Tensor], tap: str
-) -> Tensor:
-    """A tap [T, .] of committed rows of a slot.
-
-    Args:
-        taps: of the pass that fed these rows and no others of the slot.
-    """
-    if not tap.startswith(_KV):
-        return taps[tap]
-    held = target.read(cache, slot, int(tap.removeprefix(_KV)))  # type: ignore[attr-defined]
-    read_CY: Tensor = held.row_CY
-    return read_CY[rows.start : rows.stop]
-
-
-def passes(taps: Sequence[str]) -> frozenset[str]:
-    """Those that a pass is asked for."""
-    return frozenset(tap for tap in taps if not tap.startswith(_KV))
-
-
-def needed(taps: Sequence[str]) -> frozenset[str]:
-    """Abilities of a target that has all of these taps."""
-    return frozenset({TAPS} if len(passes(taps)) == len(taps) else {TAPS, KV_READ})
-
-
-@torch.no_grad()
-def compute(
-    target: Target, texts: Sequence[Sequence[int]], taps: Sequence[str], rows: int = ROWS
-) -> Iterator[dict[str, Tensor]]:
-    """Features of texts, tap -> bfloat16 [T, H] on the CPU, in the order of the texts.
-
-    Args:
-        target: with the ability to give taps.
-        rows: tokens of a pass, about; a longer text has passes of its own.
-
-    Raises:
-        ModelError: no such taps, or features that are not finite.
-    """
-    part: list[Sequence[int]] = []
-    of, count = 0, {True: 0, False: 0}  # rows of texts that follow another, and of others
-    for text in texts:
-        shared = _shared(part[of], text) if part else 0
-        if part and count[shared > 0] + len(text) - shared > rows:
-            yield from _score(target, part, taps, rows)
-            part, count, shared = [], {True: 0, False: 0}, 0
-        of = of if shared else len(part)
-        part.append(text)
-        count[shared > 0] += len(text) - shared
-    if part:
-        yield from _score(target, part, taps, rows)
-
-
-def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
-    """Which text each one follows, and for how many tokens.
-
-    Returns:
-        Index of a text before it, and tokens that they share, fewer than it has; itself and 0 where the
-        text begins like no other.
-    """
-    found: list[tuple[int, int]] = []
-    for i, text in enumerate(texts):
-        of = found[-1][0] if found else 0
-        shared = _shared(texts[of], text) if found else 0
-        found.append((of, shared) if shared else (i, 0))
-    return found
-
-
-def _shared(one: Sequence[int], text: Sequence[int]) -> int:
-    """Tokens at the beginning of a text, but its last one, that are also another's; 0 if they are few."""
-    shared = min(shared_prefix(one, text), len(text) - 1)
-    return shared if shared >= PAGE else 0
-
-
-def _score(
-    target: Target, part: Sequence[Sequence[int]], taps: Sequence[str], rows: int
-) -> list[dict[str, Tensor]]:
-    """Features of some texts: first of those that begin like no other."""
-    cache = target.new_cache(capacity=max(len(text) for text in part))
-    likes = alike(part) if cache.copies else [(i, 0) for i in range(len(part))]
-    slots = {i: cache.open() for i, (of, _) in enumerate(likes) if of == i}
-    found = _read(target, part, slots, cache, taps, rows)
-    slots = {i: cache.fork(slots[of], shared) for i, (of, shared) in enumerate(likes) if of != i}
-    for i, own in _read(target, part, slots, cache, taps, rows).items():
-        of, shared = likes[i]
-        found[i] = {tap: torch.cat([found[of][tap][:shared], own[tap]]) for tap in taps}
-    return [found[i] for i in range(len(part))]
-
-
-def _read(
-    target: Target,
-    texts: Sequence[Sequence[int]],
-    slots: Mapping[int, int],
-    cache: KVCache,
-    taps: Sequence[str],
-    rows: int,
-) -> dict[int, dict[str, Tensor]]:
-    """Features of what is left of texts behind what their slots hold, together in passes.
-
-    Args:
-        slots: index of a text -> its slot.
-        rows: tokens of one text that a pass reads, at most.
-    """
-    left = {i: len(texts[i]) - cache.length(slot) for i, slot in slots.items()}
-    pieces: dict[int, dict[str, list[Tensor]]] = {i: {tap: [] for tap in taps} for i in slots}
-    for _ in range(0, max(left.values(), default=0), rows):
-        feeds = {}
-        for i, slot in slots.items():
-            held = cache.length(slot)
-            feeds[i] = Feed.chain(slot, list(texts[i][held : held + rows]), want=())
-        scored = target.score([*feeds.values()], cache, taps=passes(taps))
-        for n, (i, feed) in enumerate(feeds.items()):
-            held = cache.length(feed.slot)
-            cache.keep(feed.slot, range(len(feed.token_J)))
-            part_rows = range(held, cache.length(feed.slot))
-            for tap in taps:
-                found_TH = rows_of(target, cache, feed.slot, part_rows, scored.of(n).taps, tap)
-                rows_TH = found_TH.to("cpu", torch.bfloat16, copy=True)
-                if not bool(torch.isfinite(rows_TH).all()):
-                    raise ModelError(
-                        f"{target.name} gave features {tap} that are not finite for text {i}; "
-                        "load it in float32"
-                    )
-                pieces[i][tap].append(rows_TH)
-    return {i: {tap: torch.cat(one) for tap, one in piece.items()} for i, piece in pieces.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -423,19 +282,19 @@ def folder_for(tokens: Path, taps: Sequence[str]) -> Path:
 
 def _name_of(taps: Sequence[str]) -> str:
     """A folder's name: the taps, layers of keys and values in runs, since names of files are short."""
-    layers = sorted(int(tap.removeprefix(_KV)) for tap in taps if tap.startswith(_KV))
+    layers = sorted(int(tap.removeprefix(KV)) for tap in taps if tap.startswith(KV))
     firsts = [i for i in layers if i - 1 not in layers]
     lasts = [i for i in layers if i + 1 not in layers]
-    runs = [f"{_KV}{a}" + f"-{b}" * (a < b) for a, b in zip(firsts, lasts, strict=True)]
+    runs = [f"{KV}{a}" + f"-{b}" * (a < b) for a, b in zip(firsts, lasts, strict=True)]
     return "+".join([*sorted(passes(taps)), *runs])
 
 
 def _taps_of(name: str) -> Iterator[str]:
     """The taps that a folder's name tells."""
     for part in name.split("+"):
-        first, dash, last = part.removeprefix(_KV).partition("-")
-        if part.startswith(_KV) and dash and first.isdecimal() and last.isdecimal():
-            yield from (f"{_KV}{i}" for i in range(int(first), int(last) + 1))
+        first, dash, last = part.removeprefix(KV).partition("-")
+        if part.startswith(KV) and dash and first.isdecimal() and last.isdecimal():
+            yield from (f"{KV}{i}" for i in range(int(first), int(last) + 1))
         else:
             yield part
 

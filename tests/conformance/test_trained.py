@@ -14,7 +14,7 @@ from outpace import Engine, registry
 from outpace.drafters import prefix_layer
 from outpace.train.ahead import AheadObjective
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.features import passes, rows_of, width_of
+from outpace.train.capture import passes, rows_of, width_of
 from outpace.types import Budget, Drawn, Feed
 from tests.conformance.specs import rooms
 from tests.conformance.test_drafters import proposal_rows

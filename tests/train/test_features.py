@@ -9,7 +9,8 @@ import torch
 from outpace import ModelError, OutpaceError
 from outpace.models.tiny import TableTarget, tiny
 from outpace.train import features as module
-from outpace.train.features import FeatureStore, compute, folder_for, size_text
+from outpace.train.capture import compute
+from outpace.train.features import FeatureStore, folder_for, size_text
 from outpace.train.tokens import TokenSequence
 from outpace.types import Feed
 

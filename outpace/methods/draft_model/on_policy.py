@@ -20,7 +20,7 @@ from outpace.methods.draft_model.training_net import DraftNet
 from outpace.models.base import Target
 from outpace.train.align import places
 from outpace.train.batches import Batch, padded
-from outpace.train.features import compute
+from outpace.train.capture import compute
 from outpace.train.networks import KeyValue
 
 

@@ -30,7 +30,7 @@ from outpace.files import replaced
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.fields import brief
-from outpace.train.features import compute
+from outpace.train.capture import compute
 from outpace.train.tokens import TokenSequence
 
 RIDGE = 1e-2

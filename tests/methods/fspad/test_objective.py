@@ -6,7 +6,7 @@ import torch
 from outpace.methods.fspad.objective import Fspad, FspadTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import EAGLE, Aligned
-from outpace.train.features import compute
+from outpace.train.capture import compute
 from outpace.train.networks import Layer, Turns, plain_shape, take_layer
 from tests.train.texts import written
 

@@ -10,7 +10,8 @@ from outpace.methods.glide.drafter import METHOD
 from outpace.methods.glide.objective import GlideObjective, GlideTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned
-from outpace.train.features import FeatureStore, compute
+from outpace.train.capture import compute
+from outpace.train.features import FeatureStore
 from outpace.train.tokens import TokenSequence
 from outpace.types import VocabMap
 from tests.conformance.test_trained import exact
