@@ -368,13 +368,14 @@ def begin_from(objective: Objective, folder: Path) -> None:
     Raises:
         ModelError: it holds other tensors, or of other shapes; the first is named.
     """
-    stored, vocab = read_tensors(folder), objective.vocab
-    held = vocab_map(stored, objective.target.vocab_size)
+    stored = read_tensors(folder)
     for name, tensor in objective.named().items():
         if name not in stored and name in objective.fresh:
             continue
-        if name == "lm_head.weight" and held is not None and vocab is not None and name in stored:
-            place_D = held.feed_V[vocab.to_target_D.cpu()]
+        if name == "lm_head.weight" and {name, "d2t"} <= set(stored) and objective.vocab is not None:
+            held = vocab_map(stored, objective.target.vocab_size)
+            assert held is not None
+            place_D = held.feed_V[objective.vocab.to_target_D.cpu()]
             both = (place_D >= 0).nonzero()[:, 0]
             tensor[both.to(tensor.device)] = stored[name][place_D[both]].to(tensor)
             continue

@@ -43,8 +43,8 @@ def pair():
 
 def look(pair, spec="eagle3", **more):
     engine, prompts, messages = pair
-    given = {"seen": QUIET, "costs": False, **more}
-    return examination.diagnose(engine, spec, prompts, messages, max_new_tokens=18, **given)
+    given = {"seen": QUIET, "costs": False, "max_new_tokens": 18, **more}
+    return examination.diagnose(engine, spec, prompts, messages, **given)
 
 
 @pytest.fixture
@@ -109,7 +109,8 @@ def test_1_wrong_layers(pair, copy):
 
 def test_2_one_position_off(pair):
     # Rounded ones are tried as trained, in a drafter of their own, which would not be damaged.
-    found = look(pair, "eagle3[quantize=none]", drafter=Planted(head(pair), late=True))
+    late = Planted(head(pair), late=True)
+    found = look(pair, "eagle3[quantize=none]", drafter=late, max_new_tokens=30)
     assert found.names == ["row_offset"]
 
 
@@ -153,7 +154,7 @@ def test_6_a_wrong_vocabulary_map(pair, copy):
 @pytest.mark.slow
 def test_7_too_long_a_context(pair):
     found = look(pair, drafter=Planted(head(pair), longest=1100))
-    assert found.names == ["context"] and "1024" in found.findings[0].evidence
+    assert found.names == ["context"] and "2048" in found.findings[0].evidence
 
 
 @pytest.mark.parametrize(
