@@ -140,7 +140,6 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
     multiply_piece(&product, piece);
 }
 
-
 #define LAYER                                                                                     \
     const Program *p = context;                                                                   \
     const Op *op = self;                                                                          \
@@ -151,6 +150,7 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
 static void store_new(const void *context, const void *self, int64_t piece) {
     LAYER keep_piece(pass, piece, keys, values);
 }
+
 /* Whether the next operation begins with the rows that this one writes, cut in the same way: a product with
    its operands, attention with new keys. Then one thread does both, with no hand-over between. */
 static int feeds(const Program *p, const Op *op) {
@@ -162,11 +162,13 @@ static int feeds(const Program *p, const Op *op) {
     return op->kind == TURN && pass && !pass->choices && pass->news == rows_of(p, op) &&
            (pass->group + 2) * pass->kv * pass->width == p->heads * op->width;
 }
+static int is_fed(const Program *p, const Op *op) { return op > p->op && feeds(p, op - 1); }
 static void feed_rows(const void *context, const void *self, int64_t piece) {
     const Op *op = self;
     (op->kind == NORM ? norm_rows : op->kind == GATE ? gate_rows : turn_rows)(context, op, piece);
     (op->kind == TURN ? store_new : prepare_rows)(context, op + 1, piece);
 }
+
 static void attend_blocks(const void *context, const void *self, int64_t piece) {
     LAYER block_piece(pass, piece, op->layer, keys, values);
 }
@@ -212,8 +214,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case BEST: *task++ = (Task){best_rows, op, pieces_of(rows, width)}; break;
     case PRODUCT: {
         const Product product = product_of(p, op);
-        if (op == p->op || !feeds(p, op - 1))
-            *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
+        if (!is_fed(p, op)) *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
         *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
         break;
     }
@@ -225,8 +226,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
             *task++ = (Task){top_scores, op, pass->choices * pass->kv * pass->group};
             *task++ = (Task){choose_rows, op, pass->choices * pass->kv};
         }
-        if (op == p->op || !feeds(p, op - 1))
-            *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
+        if (!is_fed(p, op)) *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
         *task++ = (Task){attend_blocks, op, block_pieces(p->pass[op->index])};
         *task++ = (Task){merge_blocks, op, merge_pieces(p->pass[op->index])};
     }

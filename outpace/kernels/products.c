@@ -21,9 +21,10 @@ typedef struct {
     int64_t threads;
 } Product;
 
-/* Groups of a piece. Behind each beginning the processor waits for codes, so a few rows have as few pieces
-   as there are threads; over many rows it computes, and more pieces end together. Numbers are read best
-   by threads that are close to each other, and slower where fewer than four groups stand together. */
+/* Groups of a piece. Behind each beginning the processor waits for codes, so a few rows have as few pieces as
+   there are threads, of LONG groups at most: nobody waits long for a thread that was stopped. Over many rows
+   the processor computes, and more pieces end together. Numbers are read best by threads that are close to
+   each other, and slower where fewer than four groups stand together. */
 enum { FEWEST = 4, LONG = 128, FEW_ROWS = 64 };
 static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
     const int64_t groups = groups_of(m), numbers = groups / (8 * threads) + 3;

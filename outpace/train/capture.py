@@ -69,18 +69,18 @@ def compute(
     Raises:
         ModelError: no such taps, or features that are not finite.
     """
-    part: list[Sequence[int]] = []
+    copies = target.new_cache().copies
+    likes: dict[int, tuple[int, int]] = {}
     of, count = 0, {True: 0, False: 0}  # rows of texts that follow another, and of others
-    for text in texts:
-        shared = _shared(part[of], text) if part else 0
-        if part and count[shared > 0] + len(text) - shared > rows:
-            yield from _score(target, part, taps, rows)
-            part, count, shared = [], {True: 0, False: 0}, 0
-        of = of if shared else len(part)
-        part.append(text)
+    for i, text in enumerate(texts):
+        of, shared = _followed(texts, i, of if likes and copies else None)
+        if likes and count[shared > 0] + len(text) - shared > rows:
+            yield from _score(target, texts, likes, taps, rows)
+            likes, of, shared, count = {}, i, 0, {True: 0, False: 0}
+        likes[i] = of, shared
         count[shared > 0] += len(text) - shared
-    if part:
-        yield from _score(target, part, taps, rows)
+    if likes:
+        yield from _score(target, texts, likes, taps, rows)
 
 
 def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
@@ -91,32 +91,37 @@ def alike(texts: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
         text begins like no other.
     """
     found: list[tuple[int, int]] = []
-    for i, text in enumerate(texts):
-        of = found[-1][0] if found else 0
-        shared = _shared(texts[of], text) if found else 0
-        found.append((of, shared) if shared else (i, 0))
+    for i in range(len(texts)):
+        found.append(_followed(texts, i, found[-1][0] if found else None))
     return found
 
 
-def _shared(one: Sequence[int], text: Sequence[int]) -> int:
-    """Tokens at the beginning of a text, but its last one, that are also another's; 0 if they are few."""
-    shared = min(shared_prefix(one, text), len(text) - 1)
-    return shared if shared >= PAGE else 0
+def _followed(texts: Sequence[Sequence[int]], i: int, of: int | None) -> tuple[int, int]:
+    """The same for one text, which may follow the one at ``of``."""
+    shared = 0 if of is None else min(shared_prefix(texts[of], texts[i]), len(texts[i]) - 1)
+    return (i, 0) if of is None or shared < PAGE else (of, shared)
 
 
 def _score(
-    target: Target, part: Sequence[Sequence[int]], taps: Sequence[str], rows: int
+    target: Target,
+    texts: Sequence[Sequence[int]],
+    likes: Mapping[int, tuple[int, int]],
+    taps: Sequence[str],
+    rows: int,
 ) -> list[dict[str, Tensor]]:
-    """Features of some texts: first of those that begin like no other."""
-    cache = target.new_cache(capacity=max(len(text) for text in part))
-    likes = alike(part) if cache.copies else [(i, 0) for i in range(len(part))]
-    slots = {i: cache.open() for i, (of, _) in enumerate(likes) if of == i}
-    found = _read(target, part, slots, cache, taps, rows)
-    slots = {i: cache.fork(slots[of], shared) for i, (of, shared) in enumerate(likes) if of != i}
-    for i, own in _read(target, part, slots, cache, taps, rows).items():
+    """Features of some texts: first of those that begin like no other.
+
+    Args:
+        likes: index of a text -> see ``alike``.
+    """
+    cache = target.new_cache(capacity=max(len(texts[i]) for i in likes))
+    slots = {i: cache.open() for i, (of, _) in likes.items() if of == i}
+    found = _read(target, texts, slots, cache, taps, rows)
+    slots = {i: cache.fork(slots[of], shared) for i, (of, shared) in likes.items() if of != i}
+    for i, own in _read(target, texts, slots, cache, taps, rows).items():
         of, shared = likes[i]
         found[i] = {tap: torch.cat([found[of][tap][:shared], own[tap]]) for tap in taps}
-    return [found[i] for i in range(len(part))]
+    return [found[i] for i in likes]
 
 
 def _read(

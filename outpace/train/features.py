@@ -1,10 +1,9 @@
 """Features of stored sequences: what the target computed at every token of them.
 
-A pass of the target computes them when a batch first needs them, or before the first step where training
-reads all of them. They stay on disk in bfloat16 while
-they have room there, in shards of about 64 MB; the rest is computed again whenever it is needed. Texts
-that are asked for together and begin alike, as answers to one prompt do, are computed and kept once up to
-where they part:
+A pass of the target computes them when a batch first needs them. Where training reads all of them, they are
+computed before the first step. They stay on disk in bfloat16 while they have room there, in shards of about
+64 MB; the rest is computed again whenever it is needed. Answers to one prompt that are asked for together
+share its rows:
 
     features/<taps>/features-00000.safetensors    one [rows, H] tensor per tap
     features/<taps>/manifest.json                 which sequence begins at which row of which shard
