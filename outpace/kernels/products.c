@@ -21,14 +21,12 @@ typedef struct {
     int64_t threads;
 } Product;
 
-/* Groups of a piece. Behind each beginning the processor waits for codes, so a few rows have as few pieces as
+/* Groups of a piece. Behind each beginning the processor waits for weights, so a few rows have as few pieces as
    there are threads, of LONG groups at most: nobody waits long for a thread that was stopped. Over many rows
-   the processor computes, and more pieces end together. Numbers are read best by threads that are close to
-   each other, and slower where fewer than four groups stand together. */
+   the processor computes, and more pieces end together. */
 enum { FEWEST = 4, LONG = 128, FEW_ROWS = 64 };
 static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
-    const int64_t groups = groups_of(m), numbers = groups / (8 * threads) + 3;
-    if (!is_coded((int)m->kind)) return numbers < FEWEST ? FEWEST : numbers > 32 ? 32 : numbers / 4 * 4;
+    const int64_t groups = groups_of(m);
     const int64_t longest = (groups + LONG * threads - 1) / (LONG * threads);
     const int64_t turns = 1 + rows / FEW_ROWS < longest ? longest : 1 + rows / FEW_ROWS;
     const int64_t piece = (groups + turns * threads - 1) / (turns * threads);

@@ -120,8 +120,8 @@ INLINE vec add_halves(vec sum, ivec weights, const bf16 *pair) {
 #else
 enum { HALVES = 0 };
 INLINE vec add_halves(vec sum, ivec weights, const bf16 *pair) {
-    sum += (vec)(weights << 16) * widened(pair[0]);
-    return sum + (vec)(weights & (int32_t)0xffff0000) * widened(pair[1]);
+    (void)weights, (void)pair;
+    return sum;
 }
 #endif
 
@@ -655,80 +655,60 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
 INLINE int in_halves(const int kind) { return HALVES && kind == BF16; }
 INLINE int64_t filled(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 
-enum { TALL_NUMBERS = 6, WIDE_NUMBERS = LANES == 8 ? 1 : 2 };
+/* An output has PARTS sums, and inputs go to them in turns: the next addition to a sum waits for the one before
+   it. Rows that fit into registers; where there are MANY, fewer rows times WIDE_NUMBERS groups, which reads each
+   row less often and weights in more than one place. */
+enum { PARTS = 2, TALL_NUMBERS = LANES == 16 ? 8 : 3, TALL_WIDE = 6, WIDE_NUMBERS = LANES == 16 ? 2 : 1 };
 
-INLINE void number_rows(const int kind, const int tall, const int wide, const char *panel,
-                        int64_t bytes, int64_t inputs, const char *x, float *out) {
-    enum { MOST = 4 };
-    vec sum[TALL_NUMBERS][MOST * VECS];
-    const int64_t row = filled(inputs);
-    EACH(r, tall) EACH(v, wide * VECS) sum[r][v] = (vec){0};
-    if (kind == F32) {
-        const float *one = (const float *)x;
-        for (int64_t i = 0; i < inputs; i++) {
-            vec w[MOST * VECS];
-            EACH(v, wide * VECS)
-            w[v] = load((const float *)(panel + v / VECS * bytes) + i * GROUP + v % VECS * LANES);
-            EACH(r, tall) EACH(v, wide * VECS) sum[r][v] += w[v] * one[r * row + i];
-        }
-    } else {
-        for (int64_t i = 0; i < inputs; i += 2) {
-            ivec w[MOST * VECS];
-            EACH(v, wide * VECS)
-            w[v] = *(const ivec *)(panel + v / VECS * bytes + i * GROUP * 2 + v % VECS * BYTES);
-            if (HALVES) {
-                const bf16 *pair = (const bf16 *)x + i;
-                EACH(r, tall) EACH(v, wide * VECS) sum[r][v] = add_halves(sum[r][v], w[v], pair + r * row);
-            } else {
-                const float *pair = (const float *)x + i;
-                EACH(v, wide * VECS) {
-                    const vec even = (vec)(w[v] << 16), odd = (vec)(w[v] & (int32_t)0xffff0000);
-                    EACH(r, tall) {
-                        sum[r][v] += even * pair[r * row];
-                        sum[r][v] += odd * pair[r * row + 1];
-                    }
-                }
+INLINE void number_rows(const int kind, const int tall, const int wide, const char *panel, int64_t bytes,
+                        int64_t inputs, const char *x, float *out) {
+    enum { LINE = GROUP * 4 }; /* bytes of an input, or of a pair */
+    vec sum[PARTS][TALL_NUMBERS][WIDE_NUMBERS * VECS];
+    const int64_t row = filled(inputs), lines = bytes / LINE;
+    EACH(n, PARTS) EACH(r, tall) EACH(v, wide * VECS) sum[n][r][v] = (vec){0};
+    for (int64_t line = 0; line < lines; line += PARTS) EACH(n, PARTS) {
+        if (n && line + n == lines) break;
+        const char *from = panel + (line + n) * LINE;
+        const float *one = (const float *)x + (line + n) * (kind == F32 ? 1 : 2);
+        const bf16 *half = (const bf16 *)x + (line + n) * 2;
+        EACH(g, wide) __builtin_prefetch(from + g * bytes + FETCHED / wide, 0, 0);
+        EACH(v, wide * VECS) {
+            const vec w = load((const float *)(from + v / VECS * bytes) + v % VECS * LANES);
+            const vec even = (vec)((ivec)w << 16), odd = (vec)((ivec)w & (int32_t)0xffff0000);
+            EACH(r, tall) {
+                vec *to = &sum[n][r][v];
+                if (kind == F32) *to += w * one[r * row];
+                else if (HALVES) *to = add_halves(*to, (ivec)w, half + r * row);
+                else *to += even * one[r * row], *to += odd * one[r * row + 1];
             }
         }
     }
     EACH(v, wide * VECS) EACH(r, tall)
-    store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
+    store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[0][r][v] + sum[1][r][v]);
 }
 
 INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                          Result y, int64_t first, int64_t last) {
     const int64_t bytes = group_bytes(kind, m->inputs);
     const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
-    float sums[4 * TALL_NUMBERS * GROUP] __attribute__((aligned(64)));
+    float sums[WIDE_NUMBERS * TALL_NUMBERS * GROUP] __attribute__((aligned(64)));
 #define NUMBERS(tall, wide)                                                                       \
-    {                                                                                             \
-        number_rows(kind, tall, wide, panel, bytes, m->inputs, x, sums);                          \
-        EACH(n, wide) put(m, g + n, sums + n * tall * GROUP, tall, y, row);                       \
-        g += wide;                                                                                \
-        break;                                                                                    \
-    }
-    const int64_t most = kind == BF16 && LANES == 8 ? 4 : TALL_NUMBERS;
-    for (int64_t row = 0, tall; row < rows; row += tall) {
-        const char *x = (const char *)operands + row * row_bytes;
-        tall = rows - row < most ? rows - row : most;
-        for (int64_t g = first; g < last;) {
-            const char *panel = (const char *)m->weights + g * bytes;
-            if (last - g >= 4) switch (tall) {
-                case 1: NUMBERS(1, 4)
-                case 2: NUMBERS(2, 2)
-                case 3: NUMBERS(3, WIDE_NUMBERS)
-                case 4: NUMBERS(4, WIDE_NUMBERS)
-                case 5: NUMBERS(5, WIDE_NUMBERS)
-                default: NUMBERS(6, WIDE_NUMBERS)
-                }
-            else switch (tall) {
-                case 1: NUMBERS(1, 1)
-                case 2: NUMBERS(2, 1)
-                case 3: NUMBERS(3, 1)
-                case 4: NUMBERS(4, 1)
-                case 5: NUMBERS(5, 1)
-                default: NUMBERS(6, 1)
-                }
+    case tall + wide * TALL_NUMBERS: number_rows(kind, tall, wide, panel, bytes, m->inputs, x, sums); break;
+    for (int64_t g = first, wide; g < last; g += wide) {
+        const char *panel = (const char *)m->weights + g * bytes;
+        wide = rows >= MANY && last - g >= WIDE_NUMBERS ? WIDE_NUMBERS : 1;
+        const int64_t most = wide > 1 ? TALL_WIDE : TALL_NUMBERS;
+        for (int64_t row = 0, tall; row < rows; row += tall) {
+            const char *x = (const char *)operands + row * row_bytes;
+            tall = rows - row < most ? rows - row : most;
+            switch (tall + wide * TALL_NUMBERS) {
+                NUMBERS(1, 1) NUMBERS(2, 1) NUMBERS(3, 1)
+#if defined(__AVX512F__)
+                NUMBERS(4, 1) NUMBERS(5, 1) NUMBERS(6, 1) NUMBERS(7, 1) NUMBERS(8, 1)
+                NUMBERS(1, 2) NUMBERS(2, 2) NUMBERS(3, 2) NUMBERS(4, 2) NUMBERS(5, 2) NUMBERS(6, 2)
+#endif
+            }
+            for (int64_t n = 0; n < wide; n++) put(m, g + n, sums + n * tall * GROUP, tall, y, row);
         }
     }
 #undef NUMBERS

@@ -93,7 +93,9 @@ def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, monkeypatch
                 if end + at >= length:
                     continue
                 wanted = target.head(states[at][b, a][None])[0]
-                torch.testing.assert_close(said[0, path], wanted, atol=2e-3, rtol=2e-3)
+                # Moved weights make logits of hundreds, and near ties of what is fed back make errors grow.
+                close = 2e-3 + 2e-4 * float(wanted.abs().max())
+                torch.testing.assert_close(said[0, path], wanted, atol=close, rtol=2e-3)
                 checked[at] += 1
                 if a:
                     off = max(off, float((target.head(states[at][b, a - 1][None])[0] - wanted).abs().max()))
