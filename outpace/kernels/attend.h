@@ -230,23 +230,6 @@ INLINE void weigh(float *row, bf16 *half, float *tops) {
     tops[0] = most, tops[1] = total;
 }
 
-/* Score of one query row with one position. */
-INLINE float score_one(const int half, Row q, int64_t width, Row key, int64_t capacity) {
-    if (!half) {
-        float sum = 0;
-        for (int64_t d = 0; d < width; d++)
-            sum = fmaf(((const float *)q)[d], ((const float *)key)[d * capacity], sum);
-        return sum;
-    }
-    vec sum = {0};
-    for (int64_t d = 0; d < width; d += 2) {
-        const bf16 *even = (const bf16 *)key + d * capacity;
-        const int32_t pair = even[0] | (int32_t)((uint32_t)even[capacity] << 16);
-        sum = dot(sum, pair - (ivec){0}, (const bf16 *)q + d);
-    }
-    return sum[0];
-}
-
 /* Copy `count` numbers. */
 INLINE void copy_run(const int half, Row from, void *to, int64_t count) {
     int64_t i = 0;
@@ -281,6 +264,42 @@ INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, 
     for (int64_t i = 0; i < runs; i++)
         copy_run(half, past(value, list[run[i]] * width, half),
                  (void *)past(values, run[i] * width, half), (run[i + 1] - run[i]) * width);
+}
+
+/* Scores of all query rows with TILE neighbouring positions; out [M, BLOCK]. */
+INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int64_t capacity, float *out,
+                       const char *values) {
+    for (int64_t m = 0; m < M; m += TALL) {
+#define PRODUCT(tall)                                                                             \
+    score(tall, half, past(q, m * D, half), D, key, capacity, NULL, out + m * BLOCK, m ? NULL : values)
+        BY_HEIGHT(M - m, PRODUCT)
+#undef PRODUCT
+    }
+}
+
+/* Scores of the positions of a block that rows of a chunk see by their paths. Nodes of a tree lie close together:
+   all rows are scored with all of them, and each takes those of its path. */
+INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int half, Row q, Row key, float *out) {
+    const int64_t G = p->group, D = p->width, dense = p->sight[c->row].dense - low;
+    int64_t lowest = INT64_MAX, highest = -1;
+    for (int64_t r = 0; r < c->rows; r++) {
+        const Sight *sight = p->sight + c->row + r;
+        const int64_t *path = p->path + sight->path - dense;
+        for (int64_t i = clip(dense); i < clip(dense + sight->length); i++) {
+            if (path[i] < lowest) lowest = path[i];
+            if (path[i] > highest) highest = path[i];
+        }
+    }
+    float near[MOST * BLOCK] __attribute__((aligned(64)));
+    for (int64_t at = lowest / TILE * TILE; at <= highest; at += TILE) {
+        score_tile(half, c->rows * G, q, D, past(key, at - low, half), p->capacity, near, NULL);
+        for (int64_t m = 0; m < c->rows * G; m++) {
+            const Sight *sight = p->sight + c->row + m / G;
+            const int64_t *path = p->path + sight->path - dense;
+            for (int64_t i = clip(dense); i < clip(dense + sight->length); i++)
+                if (path[i] >= at && path[i] < at + TILE) out[m * BLOCK + i] = near[m * BLOCK + path[i] - at];
+        }
+    }
 }
 
 /* One block of positions or of listed rows, for the rows of a chunk and one head of keys. */
@@ -335,28 +354,19 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     }
     first = first / TILE * TILE;
     for (int64_t i = first; i < last; i += TILE)
-        for (int64_t m = 0; m < M; m += TALL) {
-#define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * D, half), D, past(key, i, half), C, NULL,                          \
-          full_weight + m * BLOCK + i, m ? NULL : past(value, i * D, half))
-            BY_HEIGHT(M - m, PRODUCT)
-#undef PRODUCT
-        }
+        score_tile(half, M, q, D, past(key, i, half), C, full_weight + i, past(value, i * D, half));
+    /* Rows that see more by their paths all end at the same `dense`. */
+    const int by_path = !listed && p->sight[c->row].length > 0;
+    if (by_path) score_paths(p, c, low, half, q, key, full_weight);
     for (int64_t m = 0; m < M; m++) {
         const Sight *sight = p->sight + c->row + m / G;
-        const int64_t dense = sight->dense - low, seen = clip(sight->low - low);
-        const int64_t own = clip(dense), stop = clip(dense + sight->length);
-        const int64_t *path = p->path + sight->path - dense;
+        const int64_t seen = clip(sight->low - low), stop = clip(sight->dense - low + sight->length);
         float *row = full_weight + m * BLOCK;
         for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
-        for (int64_t i = own > seen ? own : seen; i < (listed ? 0 : stop); i++)
-            row[i] = score_one(half, past(q, m * D, half), D, past(key, path[i] - low, half), C);
         for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
         weigh(row, half ? half_weight + m * BLOCK : NULL, p->tops + 2 * (at + m));
     }
-    /* Rows that see more by their paths all end at the same `dense`: that comes behind here, with
-       the last one before it if that is the first of a pair. */
-    const int by_path = !listed && p->sight[c->row].length > 0;
+    /* What is seen by paths comes behind here, with the last one before it if that is the first of a pair. */
     if (half && by_path) last = last / 2 * 2;
     for (int64_t m = 0; m < M; m += TALL) {
         int64_t d = 0;
@@ -424,19 +434,29 @@ static void merge(const Pass *p, const Chunk *c, int64_t head) {
     }
 }
 
-/* Store the new keys and values of a row. */
-INLINE void keep(const Pass *p, int64_t row, const int half, void *keys, void *values) {
-    const int64_t D = p->width, C = p->capacity;
-    const float *new = p->head + (row * (p->group + 2) + p->group) * p->kv * D;
-    const int64_t key = p->place[2 * row] * p->key_stride + p->place[2 * row + 1];
-    const int64_t value = p->place[2 * row] * p->value_stride + p->place[2 * row + 1] * D;
-    for (int64_t i = 0; i < 2 * p->kv * D; i++) {
-        const int64_t coordinate = i - p->kv * D;
-        const int64_t to = i < p->kv * D ? key + i * C
-                                         : value + coordinate / D * C * D + coordinate % D;
-        void *store = i < p->kv * D ? keys : values;
-        if (half) ((bf16 *)store)[to] = rounded(new[i]);
-        else ((float *)store)[to] = new[i];
+/* Store the new keys and values of some rows: keys coordinate by coordinate, so that rows that follow one another
+   share lines. */
+enum { KEPT = 8 };
+INLINE void keep(const Pass *p, int64_t first, int64_t count, const int half, void *keys, void *values) {
+    const int64_t D = p->width, C = p->capacity, stride = (p->group + 2) * p->kv * D;
+    const float *new = p->head + first * stride + p->group * p->kv * D;
+    const int64_t *place = p->place + 2 * first;
+    for (int64_t i = 0; i < p->kv * D; i += LANES) {
+        int32_t some[KEPT][LANES];
+        for (int64_t r = 0; r < count; r++) {
+            const vec value = load(new + r * stride + p->kv * D + i);
+            const int64_t to = place[2 * r] * p->value_stride + (i / D * C + place[2 * r + 1]) * D + i % D;
+            if (half) store_half((bf16 *)values + to, value);
+            else store((float *)values + to, value);
+            store((float *)some[r], load(new + r * stride + i));
+            if (half) for (int n = 0; n < LANES; n++) some[r][n] = rounded(((float *)some[r])[n]);
+        }
+        for (int64_t n = 0; n < LANES; n++)
+            for (int64_t r = 0; r < count; r++) {
+                const int64_t to = place[2 * r] * p->key_stride + (i + n) * C + place[2 * r + 1];
+                if (half) ((bf16 *)keys)[to] = (bf16)some[r][n];
+                else ((int32_t *)keys)[to] = some[r][n];
+            }
     }
 }
 
@@ -450,9 +470,10 @@ static int64_t merge_pieces(const Pass *p) {
 static void keep_piece(const Pass *p, int64_t piece, void *keys, void *values) {
     int64_t row, stop;
     part_of(p->news, keep_pieces(p), piece, &row, &stop);
-    for (; row < stop; row++) {
-        if (p->half) keep(p, row, 1, keys, values);
-        else keep(p, row, 0, keys, values);
+    for (int64_t count; row < stop; row += count) {
+        count = stop - row < KEPT ? stop - row : KEPT;
+        if (p->half) keep(p, row, count, 1, keys, values);
+        else keep(p, row, count, 0, keys, values);
     }
 }
 

@@ -155,9 +155,9 @@ static void store_new(const void *context, const void *self, int64_t piece) {
    its operands, attention with new keys. Then one thread does both, with no hand-over between. */
 static int feeds(const Program *p, const Op *op) {
     const Op *next = op + 1;
-    if (next == p->op + p->ops || next->from != op->to || next->rows != op->rows) return 0;
+    if (next == p->op + p->ops || next->rows != op->rows) return 0;
     if (op->kind == NORM || op->kind == GATE)
-        return next->kind == PRODUCT && next->part->inputs == op->width;
+        return next->kind == PRODUCT && next->from == op->to && next->part->inputs == op->width;
     const Pass *pass = next->kind == ATTEND ? p->pass[next->index] : NULL;
     return op->kind == TURN && pass && !pass->choices && pass->news == rows_of(p, op) &&
            (pass->group + 2) * pass->kv * pass->width == p->heads * op->width;
