@@ -212,8 +212,7 @@ INLINE void mix(const int tall, const int wide, const int half, Row weight, int6
 INLINE void weigh(float *row, bf16 *half, float *tops) {
     vec top = all(-INFINITY), sum = {0};
     for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);
-    float most = -INFINITY, total = 0;
-    for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
+    const float most = lanes_top(top);
     /* Where nothing is seen, all weights are 0 whatever is taken off. */
     vec off = all(most == -INFINITY ? 0.0f : most);
     for (int i = 0; i < BLOCK; i += LANES) {
@@ -226,8 +225,7 @@ INLINE void weigh(float *row, bf16 *half, float *tops) {
         }
         sum += x;
     }
-    for (int i = 0; i < LANES; i++) total += sum[i];
-    tops[0] = most, tops[1] = total;
+    tops[0] = most, tops[1] = lanes_sum(sum);
 }
 
 /* Copy `count` numbers. */

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #if defined(__AVX512F__)
+#include <immintrin.h>
 enum { BYTES = 64 };
 #elif defined(__AVX2__) && defined(__FMA__)
 enum { BYTES = 32 };
@@ -53,6 +54,10 @@ INLINE vec load_half(const bf16 *from) {
     return (vec)(__builtin_convertvector(*(const hvec *)from, ivec) << 16);
 }
 INLINE void store_half(bf16 *to, vec x) {
+#if defined(__AVX512BF16__)
+    _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
+    return;
+#endif
     const ivec bits = (ivec)x, upper = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     *(hvec *)to = __builtin_convertvector(upper, hvec);
 }
@@ -61,11 +66,16 @@ INLINE void store_half(bf16 *to, vec x) {
    through a polynomial fitted to it (2e-9 off, less than float32 shows), the rest to the
    exponent. */
 INLINE vec power(vec x) {
-    ivec none = x < -126.0f;
+#if defined(__AVX512F__)
+    const __m512 near = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    const vec f = x - (vec)near;
+#else
+    const ivec none = x < -126.0f;
     x = (vec)((ivec)x & ~none);
-    vec shifted = x + 12582912.0f; /* 1.5 * 2^23: the whole part ends up in the last bits */
-    ivec whole = (ivec)shifted - 0x4b400000;
-    vec f = x - (shifted - 12582912.0f);
+    const vec shifted = x + 12582912.0f; /* 1.5 * 2^23: the whole part ends up in the last bits */
+    const ivec whole = (ivec)shifted - 0x4b400000;
+    const vec f = x - (shifted - 12582912.0f);
+#endif
     vec y = all(1.5353360e-4f);
     y = y * f + 1.3398875e-3f;
     y = y * f + 9.6184374e-3f;
@@ -73,8 +83,30 @@ INLINE vec power(vec x) {
     y = y * f + 2.4022648e-1f;
     y = y * f + 6.9314720e-1f;
     y = y * f + 1.0f;
+#if defined(__AVX512F__)
+    const __mmask16 some = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(some, (__m512)y, near);
+#else
     return (vec)(((ivec)y + (whole << 23)) & ~none);
+#endif
 }
+
+/* The sum of all lanes in one fixed order, and the largest. */
+#if defined(__AVX512F__)
+INLINE float lanes_sum(vec x) { return _mm512_reduce_add_ps((__m512)x); }
+INLINE float lanes_top(vec x) { return _mm512_reduce_max_ps((__m512)x); }
+#else
+INLINE float lanes_sum(vec x) {
+    float sum = 0;
+    for (int i = 0; i < LANES; i++) sum += x[i];
+    return sum;
+}
+INLINE float lanes_top(vec x) {
+    float top = x[0];
+    for (int i = 1; i < LANES; i++) top = x[i] > top ? x[i] : top;
+    return top;
+}
+#endif
 
 /* The largest number of a row; NaN if it holds one. */
 INLINE float largest(const float *x, int64_t width) {

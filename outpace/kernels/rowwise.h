@@ -20,7 +20,6 @@ INLINE void write(void *to, int64_t at, vec x, const int half) {
 INLINE void norm(float *x, Row more, const float *weight, float floor, void *out,
                  int64_t width, const int half_more, const int half_out) {
     vec squares = {0};
-    float total = floor * floor;
     for (int64_t i = 0; i < width; i += LANES) {
         vec one = load(x + i);
         if (more) {
@@ -29,8 +28,7 @@ INLINE void norm(float *x, Row more, const float *weight, float floor, void *out
         }
         squares += one * one;
     }
-    for (int i = 0; i < LANES; i++) total += squares[i];
-    const vec by = all(1 / sqrtf(total));
+    const vec by = all(1 / sqrtf(floor * floor + lanes_sum(squares)));
     for (int64_t i = 0; i < width; i += LANES)
         write(out, i, load(x + i) * by * load(weight + i), half_out);
 }
