@@ -53,6 +53,14 @@ def test_rows_are_ordered_and_span_their_categories(tool):
     assert "```text\noutpace bench\n```" in block and "`none`" not in block, "no folder is told"
 
 
+def test_a_run_beside_is_a_column_more(tool):
+    other = {**REPORT, "rows": [row("none", 1.0), row("auto", 3.0)]}
+    block = tool.render(REPORT, other)
+    assert "| | speed-up | in bfloat16 | mean emitted |" in block and "\n|---|---|---|---|---|\n" in block
+    assert "| `auto` | 2.50 x | 3.00 x | 2.00 |" in block and "| `hf` | 0.50 x |  |  |" in block
+    assert "outpace bench\noutpace bench\n```" in block
+
+
 def test_the_block_goes_into_its_place_twice(tool):
     page = (ROOT / "README.md").read_text(encoding="utf-8")
     once = tool.replaced(page, REPORT)

@@ -3,6 +3,7 @@
 outpace bench --drafters none,auto,suffix,prompt_lookup,eagle3 --peers hf,llamacpp --out report
 python tools/readme_results.py report/report.json
 python tools/readme_results.py report/report.json --print    print the block, change nothing
+python tools/readme_results.py report other/report.json      a column more: the same in another dtype
 
 The block stands between two comments. What `auto` gains is also in the first lines of the page.
 The rest stays as it is.
@@ -13,6 +14,7 @@ import json
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ PRIVATE = ("--out", "-o", "--peer-python")
 """Options that name folders."""
 
 
-def render(report: dict[str, Any]) -> str:
-    """The block: what was measured, a row per method, and the command."""
+def render(report: dict[str, Any], *beside: dict[str, Any]) -> str:
+    """The block: what was measured, a row per method, and the commands; a column for each run ``beside``."""
     said, floor = report["provenance"], report["noise_floor"]
     others = [row for row in report["rows"] if row["method"] != "none"]
     if not others:
@@ -43,9 +45,12 @@ def render(report: dict[str, Any]) -> str:
     )
     if report["partial"]:
         head += "The run was stopped early.\n"
-    table = ["| | speed-up | mean emitted | least and most of the categories |", "|---|---|---|---|"]
-    table += [_line(row) for row in sorted(others, key=lambda row: -(row["speedup"] or 0))]
-    return "\n".join([BEGIN, "", head, *table, "", "```text", command(said["command"]), "```", "", END])
+    names = ["", "speed-up", *(f"in {one['provenance']['dtype']}" for one in beside)]
+    names += ["mean emitted", "least and most of the categories"]
+    table = [f"| {' | '.join(names)} |".replace("|  |", "| |"), "|---" * len(names) + "|"]
+    table += [_line(row, beside) for row in sorted(others, key=lambda row: -(row["speedup"] or 0))]
+    commands = [command(one["provenance"]["command"]) for one in (report, *beside)]
+    return "\n".join([BEGIN, "", head, *table, "", "```text", *commands, "```", "", END])
 
 
 def command(typed: str) -> str:
@@ -60,14 +65,15 @@ def _ends(row: dict[str, Any]) -> list[tuple[float, str]]:
     return [min(found), max(found)] if found else []
 
 
-def _line(row: dict[str, Any]) -> str:
+def _line(row: dict[str, Any], beside: Sequence[dict[str, Any]]) -> str:
     span = ", ".join(f"{speedup:.2f} ({name})" for speedup, name in _ends(row))
-    speed = "" if row["speedup"] is None else f"{row['speedup']:.2f} x"
     emitted = "" if row["mean_emitted"] is None else f"{row['mean_emitted']:.2f}"
-    return f"| `{row['method']}` | {speed} | {emitted} | {span} |"
+    same = [next((one for one in run["rows"] if one["method"] == row["method"]), None) for run in beside]
+    speeds = [f"{one['speedup']:.2f} x" if one and one["speedup"] is not None else "" for one in (row, *same)]
+    return f"| `{row['method']}` | {' | '.join(speeds)} | {emitted} | {span} |"
 
 
-def replaced(page: str, report: dict[str, Any]) -> str:
+def replaced(page: str, report: dict[str, Any], *beside: dict[str, Any]) -> str:
     """The page with the block in its place, and with what `auto` gains in its first lines."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise ValueError(f"the page must hold {BEGIN!r} and {END!r} once each")
@@ -77,24 +83,24 @@ def replaced(page: str, report: dict[str, Any]) -> str:
             (least, worst), (most, best) = _ends(row)
             mean = f"{row['speedup']:.2f} x as fast on average"
             before = HEADLINE.sub(f"{mean}: {least:.2f} x on {worst}, {most:.2f} x on {best}", before)
-    return before + render(report) + rest.split(END)[1]
+    return before + render(report, *beside) + rest.split(END)[1]
 
 
 def main(arguments: list[str]) -> int:
     """Fill the block of the README, or print it."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("report", type=Path, help="report.json, or the folder that holds it")
+    parser.add_argument("report", type=Path, nargs="+", help="report.json, or the folder that holds it")
     parser.add_argument("--print", action="store_true", dest="show", help="print the block, change nothing")
     options = parser.parse_args(arguments)
-    file = options.report / "report.json" if options.report.is_dir() else options.report
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
-        page = replaced(README.read_text(encoding="utf-8"), report)
+        files = [path / "report.json" if path.is_dir() else path for path in options.report]
+        reports = [json.loads(file.read_text(encoding="utf-8")) for file in files]
+        page = replaced(README.read_text(encoding="utf-8"), *reports)
     except (OSError, ValueError, KeyError) as error:
-        print(f"error: {file}: {error}", file=sys.stderr)
+        print(f"error: {', '.join(map(str, options.report))}: {error}", file=sys.stderr)
         return 1
     if options.show:
-        print(render(report))
+        print(render(*reports))
     else:
         README.write_text(page, encoding="utf-8")
         print("wrote README.md")
