@@ -440,20 +440,19 @@ INLINE void keep(const Pass *p, int64_t first, int64_t count, const int half, vo
     const float *new = p->head + first * stride + p->group * p->kv * D;
     const int64_t *place = p->place + 2 * first;
     for (int64_t i = 0; i < p->kv * D; i += LANES) {
-        int32_t some[KEPT][LANES];
+        float full_key[KEPT][LANES];
+        bf16 half_key[KEPT][LANES];
         for (int64_t r = 0; r < count; r++) {
-            const vec value = load(new + r * stride + p->kv * D + i);
+            const vec key = load(new + r * stride + i), value = load(new + r * stride + p->kv * D + i);
             const int64_t to = place[2 * r] * p->value_stride + (i / D * C + place[2 * r + 1]) * D + i % D;
-            if (half) store_half((bf16 *)values + to, value);
-            else store((float *)values + to, value);
-            store((float *)some[r], load(new + r * stride + i));
-            if (half) for (int n = 0; n < LANES; n++) some[r][n] = rounded(((float *)some[r])[n]);
+            if (half) store_half(half_key[r], key), store_half((bf16 *)values + to, value);
+            else store(full_key[r], key), store((float *)values + to, value);
         }
         for (int64_t n = 0; n < LANES; n++)
             for (int64_t r = 0; r < count; r++) {
                 const int64_t to = place[2 * r] * p->key_stride + (i + n) * C + place[2 * r + 1];
-                if (half) ((bf16 *)keys)[to] = (bf16)some[r][n];
-                else ((int32_t *)keys)[to] = some[r][n];
+                if (half) ((bf16 *)keys)[to] = half_key[r][n];
+                else ((float *)keys)[to] = full_key[r][n];
             }
     }
 }
