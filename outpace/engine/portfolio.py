@@ -1,6 +1,6 @@
 """`auto`: several drafters for one sequence, of which a policy picks one, or none, at every step.
 
-    auto                                          lookups, and the fastest trained for this target
+    auto                                          lookups, and the best trained for this target
     auto[add=draft_model[model=smollm2-135m]]     and a draft model, as by --draft-model
     auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
 
@@ -43,7 +43,7 @@ class PortfolioConfig:
     """Settings of `auto`."""
 
     drafters: str | None = None
-    """Method specs to pick from, joined by ``+``; none: lookups, and the fastest of what was
+    """Method specs to pick from, joined by ``+``; none: lookups, and the best of what was
     trained for the target."""
     add: str | None = None
     """Method specs that take part besides those."""
@@ -91,7 +91,7 @@ class Portfolio(Method):
                 f"policy={plan['policy']}]"
             )
         self.left_out: dict[str, str] = {}
-        """Drafters that take no part, and why: not trained for this target, or not the fastest."""
+        """Drafters that take no part, and why: not trained for this target, or not the best."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
         self._target = target
         self._find = find or (lambda one: SingleMethod(one, target, allow_lossy, own_costs))
@@ -127,7 +127,7 @@ class Portfolio(Method):
             trained = self._loaded(
                 MethodSpec(row.name) for row in rows if row.trained and row.family == "lookup"
             )
-            trained |= self._fastest(
+            trained |= self._best(
                 [row.name for row in rows if row.trained and row.family not in ("lookup", "compose")]
             )
             stood_in = any(not one.drafter.traits.previews for one in (*made.values(), *trained.values()))
@@ -158,19 +158,19 @@ class Portfolio(Method):
                 self.left_out[spec.name] = str(error)
         return made
 
-    def _fastest(self, names: Sequence[str]) -> dict[str, SingleMethod]:
-        """The trained model that was measured fastest of those that can run here, and all of the user's own.
+    def _best(self, names: Sequence[str]) -> dict[str, SingleMethod]:
+        """The trained model that emitted most per pass of those that can run here, and all of the user's own.
 
         Of those that come with the package one alone, because each that takes part follows the text.
         """
-        speed = {name: _measured_speed(name, self._target) for name in names}
+        emitted = {name: _measured_emitted(name, self._target) for name in names}
         made: dict[str, SingleMethod] = {}
-        for name in sorted(names, key=lambda name: -speed[name]):
+        for name in sorted(names, key=lambda name: -emitted[name]):
             own = (home(name, self._target) / CONFIG).is_file()
-            if made and speed[name] >= 0.0 and not own:
+            if made and emitted[name] >= 0.0 and not own:
                 self.left_out[name] = (
-                    f"{', '.join(made)} was measured faster"
-                    if speed[name] > 0.0
+                    f"{', '.join(made)} emits more per pass"
+                    if emitted[name] > 0.0
                     else f"nobody measured it; name it with {self.spec}[add={name}]"
                 )
             else:  # one without a folder of its own says itself what it lacks
@@ -178,11 +178,13 @@ class Portfolio(Method):
         return made
 
 
-def _measured_speed(method: str, target: Target) -> float:
-    """What a trained drafter gained when it was made; 0 if nobody measured it, -1 without one."""
+def _measured_emitted(method: str, target: Target) -> float:
+    """Tokens per pass with a trained drafter when it was made; 0 if nobody measured it, -1 without one.
+    Speed-ups do not compare: each is of a machine and of how fast passes were then.
+    """
     for folder in candidates(method, target):
-        speed = (read_measured(folder) or {}).get("speedup")
-        return speed if isinstance(speed, int | float) and 0.0 < speed < math.inf else 0.0
+        emitted = (read_measured(folder) or {}).get("mean_emitted")
+        return emitted if isinstance(emitted, int | float) and 0.0 < emitted < math.inf else 0.0
     return -1.0
 
 

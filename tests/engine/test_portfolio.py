@@ -1,11 +1,12 @@
 import itertools
 import statistics
 import sys
+from pathlib import Path
 
 import pytest
 
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError, registry
-from outpace.drafters.trained import home
+from outpace.drafters.trained import home, read_measured
 from outpace.engine import portfolio
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
@@ -15,6 +16,7 @@ from outpace.types import CostCurve
 
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40, 41, 42], [77]]
 SETTINGS = {"max_new_tokens": 40, "ignore_eos": True, "allowed_tokens": frozenset({3, 1, 4})}
+SHIPPED = Path(portfolio.__file__).parents[1] / "weights" / "smollm2-135m"
 RULED = "grammar[tree_size=48]"
 WITH_MODEL = "auto[drafters=suffix+draft_model[model=tiny]]"
 
@@ -52,15 +54,21 @@ def test_drafters_for_long_texts_take_part_where_texts_can_be_long(engine):
     assert not {row.drafter for row in rows} & set(able), "nothing is asked of them while texts are short"
 
 
-def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypatch, tmp_path):
+def test_of_what_ships_eagle3_emits_most():
+    made = {folder.name: read_measured(folder) for folder in SHIPPED.iterdir() if folder.is_dir()}
+    emitted = {name: one["mean_emitted"] for name, one in made.items() if one and name != "max_gram"}
+    assert len(emitted) > 2 and max(emitted, key=emitted.__getitem__) == "eagle3", "the one that a wheel carries"
+
+
+def test_of_trained_models_the_one_that_emits_most_takes_part(engine, monkeypatch, tmp_path):
     monkeypatch.setenv("OUTPACE_DATA", str(tmp_path))
     trained = {
         "medusa": (Medusa, MedusaTraining(heads=2), 1.2),
         "hydra": (Hydra, HydraTraining(heads=2), 1.4),
-        "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), "2.0 x"),
+        "draft_model": (DraftModelObjective, DraftModelTraining(layers=1), "2.0"),
     }
-    for name, (objective, config, speedup) in trained.items():
-        measured = {} if speedup is None else {"measured": {"speedup": speedup}}
+    for name, (objective, config, emitted) in trained.items():
+        measured = {} if emitted is None else {"measured": {"mean_emitted": emitted}}
         built = objective.build(config, engine.target, None)
         built.save(home(name, engine.target), measured)
     method = engine.method("auto")
@@ -70,7 +78,7 @@ def test_of_trained_models_the_one_measured_fastest_takes_part(engine, monkeypat
     monkeypatch.setattr(portfolio, "home", lambda method, target: tmp_path / "elsewhere")
     shipped = Engine.load("tiny", drafter="none", dtype="float32").method("auto")
     assert list(shipped.members) == ["suffix[tree_size=48]", RULED, "hydra"]
-    assert shipped.left_out["medusa"] == "hydra was measured faster"
+    assert shipped.left_out["medusa"] == "hydra emits more per pass"
     assert shipped.left_out["draft_model"].endswith("name it with auto[add=draft_model]")
     assert "outpace train eagle3" in method.left_out["eagle3"], "there is none"
     (home("hydra", engine.target) / "model.safetensors").write_bytes(b"broken")
