@@ -57,7 +57,7 @@ def test_drafters_for_long_texts_take_part_where_texts_can_be_long(engine):
 def test_of_what_ships_eagle3_emits_most():
     made = {folder.name: read_measured(folder) for folder in SHIPPED.iterdir() if folder.is_dir()}
     emitted = {name: one["mean_emitted"] for name, one in made.items() if one and name != "max_gram"}
-    assert len(emitted) > 2 and max(emitted, key=emitted.__getitem__) == "eagle3", "the one that a wheel carries"
+    assert len(emitted) > 2 and max(emitted, key=emitted.__getitem__) == "eagle3", "wheels carry it"
 
 
 def test_of_trained_models_the_one_that_emits_most_takes_part(engine, monkeypatch, tmp_path):
