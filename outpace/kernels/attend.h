@@ -25,7 +25,6 @@
 enum { TALL = 6, WIDE = BYTES == 32 ? 2 : 4 };
 enum { TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
-#include <immintrin.h>
 #define DOTS
 #endif
 

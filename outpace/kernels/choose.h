@@ -128,11 +128,10 @@ INLINE int64_t scored(const Choice *c) {
 static void leave_peaks(float *own, int64_t runs, int64_t run) {
     for (int64_t i = 0; i < runs; i++) {
         const float *from = own + i * run;
-        float most = -INFINITY;
         int64_t j = 0;
-        vec top = all(most);
+        vec top = all(-INFINITY);
         for (; j + LANES <= run; j += LANES) top = larger(load(from + j), top);
-        for (int n = 0; j && n < LANES; n++) most = top[n] > most ? top[n] : most;
+        float most = lanes_top(top);
         for (; j < run; j++) most = from[j] > most ? from[j] : most;
         own[i] = most;
     }

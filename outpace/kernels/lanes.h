@@ -56,10 +56,10 @@ INLINE vec load_half(const bf16 *from) {
 INLINE void store_half(bf16 *to, vec x) {
 #if defined(__AVX512BF16__)
     _mm256_storeu_si256((__m256i *)to, (__m256i)_mm512_cvtneps_pbh((__m512)x));
-    return;
-#endif
+#else
     const ivec bits = (ivec)x, upper = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     *(hvec *)to = __builtin_convertvector(upper, hvec);
+#endif
 }
 
 /* 2 to the power of x, for x <= 0; below 2^-126 it is 0. The part of x between -1/2 and 1/2 goes

@@ -22,13 +22,13 @@ typedef struct {
 } Product;
 
 /* Groups of a piece. Behind each beginning the processor waits for weights, so a few rows have as few pieces as
-   there are threads, of LONG groups at most: nobody waits long for a thread that was stopped. Over many rows
+   there are threads, of LONG groups at most: nobody waits long for a thread that was stopped. Over MANY rows
    the processor computes, and more pieces end together. */
-enum { FEWEST = 4, LONG = 128, FEW_ROWS = 64 };
+enum { FEWEST = 4, LONG = 128 };
 static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
     const int64_t groups = groups_of(m);
     const int64_t longest = (groups + LONG * threads - 1) / (LONG * threads);
-    const int64_t turns = 1 + rows / FEW_ROWS < longest ? longest : 1 + rows / FEW_ROWS;
+    const int64_t turns = 1 + rows / MANY < longest ? longest : 1 + rows / MANY;
     const int64_t piece = (groups + turns * threads - 1) / (turns * threads);
     return piece < FEWEST ? FEWEST : piece;
 }

@@ -62,7 +62,7 @@ def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, monkeypatch
     objective = kind.build(kind.Config(**options), target, None)
     coins = torch.Generator().manual_seed(1)
     for parameter in objective.named().values():  # away from the start, and rounded as files are
-        moved = parameter + 0.1 * torch.randn(parameter.shape, generator=coins)
+        moved = parameter + 0.05 * torch.randn(parameter.shape, generator=coins)
         parameter.copy_(moved.to(torch.bfloat16))
     objective.save(tmp_path / "made", {})
     made = registry.load("drafter", name)
@@ -93,9 +93,7 @@ def test_a_drafter_says_what_its_objective_learned(engine, tmp_path, monkeypatch
                 if end + at >= length:
                     continue
                 wanted = target.head(states[at][b, a][None])[0]
-                # Moved weights make logits of hundreds, and near ties of what is fed back make errors grow.
-                close = 2e-3 + 2e-4 * float(wanted.abs().max())
-                torch.testing.assert_close(said[0, path], wanted, atol=close, rtol=2e-3)
+                torch.testing.assert_close(said[0, path], wanted, atol=2e-3, rtol=2e-3)
                 checked[at] += 1
                 if a:
                     off = max(off, float((target.head(states[at][b, a - 1][None])[0] - wanted).abs().max()))
