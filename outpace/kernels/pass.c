@@ -114,8 +114,8 @@ static void copy_rows(const void *context, const void *self, int64_t piece) {
 static void embed_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         float *to = row_to(p, op, row, width);
-        const int64_t id = p->ids[row];
-        dense_outputs(op->part, id / GROUP, id % GROUP, id % GROUP + 1, to);
+        const int64_t id = p->ids[row], size = group_size((int)op->part->kind);
+        dense_outputs(op->part, id / size, id % size, id % size + 1, to);
         for (int64_t i = 0; i < width; i++) to[i] *= op->floor;
     }
 }

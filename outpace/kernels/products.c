@@ -22,15 +22,15 @@ typedef struct {
 } Product;
 
 /* Groups of a piece. Behind each beginning the processor waits for weights, so a few rows have as few pieces as
-   there are threads, of LONG groups at most: nobody waits long for a thread that was stopped. Over MANY rows
+   there are threads, of LONG outputs at most: nobody waits long for a thread that was stopped. Over MANY rows
    the processor computes, and more pieces end together. */
-enum { FEWEST = 4, LONG = 128 };
+enum { FEWEST = 64, LONG = 2048 };
 static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
-    const int64_t groups = groups_of(m);
-    const int64_t longest = (groups + LONG * threads - 1) / (LONG * threads);
+    const int64_t groups = groups_of(m), fewest = FEWEST / group_size((int)m->kind);
+    const int64_t longest = (m->outputs + LONG * threads - 1) / (LONG * threads);
     const int64_t turns = 1 + rows / MANY < longest ? longest : 1 + rows / MANY;
     const int64_t piece = (groups + turns * threads - 1) / (turns * threads);
-    return piece < FEWEST ? FEWEST : piece;
+    return piece < fewest ? fewest : piece;
 }
 
 /* Where the operands of each kind are; gives the bytes of all. */
@@ -205,17 +205,18 @@ INLINE void write_one(const int kind, const One *one, int o, char *panel, int64_
     }
 }
 
-/* One group. `row` lists where its outputs begin; fewer than GROUP are filled up with zeros. */
+/* One group. `row` lists where its outputs begin; fewer than it has are filled up with zeros. */
 INLINE void store_group(const int kind, const uint8_t *const *row, int count, int64_t inputs, char *to) {
-    if (count < GROUP) memset(to, 0, group_bytes(kind, inputs));
+    const int size = group_size(kind);
+    if (count < size) memset(to, 0, group_bytes(kind, inputs));
     if (!is_coded(kind)) {
         for (int o = 0; o < count; o++)
             for (int64_t i = 0; i < inputs; i++) {
-                if (kind == F32) ((float *)to)[i * GROUP + o] = ((const float *)row[o])[i];
-                else ((bf16 *)to)[(i / 2 * GROUP + o) * 2 + i % 2] = ((const bf16 *)row[o])[i];
+                if (kind == F32) ((float *)to)[i * size + o] = ((const float *)row[o])[i];
+                else ((bf16 *)to)[(i / 2 * size + o) * 2 + i % 2] = ((const bf16 *)row[o])[i];
             }
         if (kind == BF16 && inputs % 2)
-            for (int o = 0; o < GROUP; o++) ((bf16 *)to)[(inputs / 2 * GROUP + o) * 2 + 1] = 0;
+            for (int o = 0; o < size; o++) ((bf16 *)to)[(inputs / 2 * size + o) * 2 + 1] = 0;
         return;
     }
     for (int64_t b = 0; b < (inputs + SPAN - 1) / SPAN; b++)
@@ -237,10 +238,11 @@ typedef struct {
 static void store_piece(const void *context, const void *self, int64_t g) {
     (void)context;
     const Storing *s = self;
-    const uint8_t *row[GROUP];
-    const int64_t left = s->outputs - g * GROUP, count = left < GROUP ? left : GROUP;
+    const uint8_t *row[DOUBLE];
+    const int size = group_size((int)s->kind);
+    const int64_t left = s->outputs - g * size, count = left < size ? left : size;
     for (int64_t o = 0; o < count; o++)
-        row[o] = s->from + (s->order ? s->order[g * GROUP + o] : g * GROUP + o) * s->row_bytes;
+        row[o] = s->from + (s->order ? s->order[g * size + o] : g * size + o) * s->row_bytes;
     char *group = s->to + g * group_bytes((int)s->kind, s->inputs);
 #define KIND(kind)                                                                                \
     case kind: store_group(kind, row, (int)count, s->inputs, group); break
@@ -264,7 +266,8 @@ static void store_piece(const void *context, const void *self, int64_t g) {
 void outpace_store(int64_t kind, const uint8_t *from, int64_t row_bytes, const int64_t *order,
                    int64_t outputs, int64_t inputs, char *to, int64_t threads) {
     const Storing s = {kind, from, row_bytes, order, outputs, inputs, to};
-    const Task task = {store_piece, &s, (outputs + GROUP - 1) / GROUP};
+    const Matrix m = {kind, outputs, inputs, to, NULL};
+    const Task task = {store_piece, &s, groups_of(&m)};
     run_tasks(&task, 1, NULL, threads);
 }
 
@@ -284,10 +287,10 @@ static __attribute__((noinline)) void lifted(const Wide *wide, float *out) {
 
 /* The numbers that outputs `first` to `last` of a group stand for, one output after the other. */
 static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t last, float *out) {
-    const int kind = (int)m->kind;
+    const int kind = (int)m->kind, size = group_size(kind);
     const char *panel = (const char *)m->weights + group * group_bytes(kind, m->inputs);
     for (int64_t b = 0; b < blocks_of(m); b++) {
-        float one[SPAN * GROUP];
+        float one[SPAN * DOUBLE];
         Wide wide;
 #define KIND(kind)                                                                                \
     case kind: widen_block(kind, panel, b, &wide); break
@@ -309,19 +312,20 @@ static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t
         } else for (int64_t i = 0; i < here; i++)
             for (int64_t o = first; o < last; o++) {
                 const int64_t in = b * SPAN + i;
-                const bf16 *half = (const bf16 *)panel + (in / 2 * GROUP + o) * 2 + in % 2;
-                one[i * GROUP + o] = kind == F32 ? ((const float *)panel)[in * GROUP + o] : widened(*half);
+                const bf16 *half = (const bf16 *)panel + (in / 2 * size + o) * 2 + in % 2;
+                one[i * size + o] = kind == F32 ? ((const float *)panel)[in * size + o] : widened(*half);
             }
         for (int64_t o = first; o < last; o++)
             for (int64_t i = 0; i < here; i++)
-                out[(o - first) * m->inputs + b * SPAN + i] = one[i * GROUP + o];
+                out[(o - first) * m->inputs + b * SPAN + i] = one[i * size + o];
     }
 }
 
 static void dense_piece(const void *to, const void *self, int64_t g) {
     const Matrix *m = self;
-    const int64_t left = m->outputs - g * GROUP;
-    dense_outputs(m, g, 0, left < GROUP ? left : GROUP, (float *)to + g * GROUP * m->inputs);
+    const int size = group_size((int)m->kind);
+    const int64_t left = m->outputs - g * size;
+    dense_outputs(m, g, 0, left < size ? left : size, (float *)to + g * size * m->inputs);
 }
 
 /* The numbers that a matrix stands for, [outputs, inputs], float32. */

@@ -13,8 +13,8 @@
    Numbers. Weights in bfloat16 and float32 are multiplied in float32; where the processor has an
    instruction for pairs of bfloat16, rows are rounded to it.
 
-   Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
-   inputs. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
+   Layout. GROUP outputs lie together, of numbers DOUBLE, block by block, and in a block pair of inputs by pair
+   of inputs. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
    the odd one in the upper. Such a half holds four codes of 4 bits, of as many pairs; of 8 bits it
    holds two, of the first and third of four pairs or of the second and fourth. So the 4 bytes of
    an output, or their upper or lower 4 bits, are codes of the same inputs whatever their width. A
@@ -34,14 +34,14 @@
 #include <arm_neon.h>
 #endif
 
-enum { GROUP = 16, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
+enum { GROUP = 16, DOUBLE = 2 * GROUP, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
 /* products.py has the same numbers. */
 enum { F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, KINDS };
 
 typedef struct {
     int64_t kind, outputs, inputs;
     const void *weights;
-    const float *bias; /* [groups * GROUP], or NULL */
+    const float *bias; /* [outputs], filled up to whole groups, or NULL */
 } Matrix;
 
 typedef int16_t svec __attribute__((vector_size(BYTES), aligned(2), may_alias));
@@ -148,11 +148,15 @@ INLINE int64_t block_at(const int kind, int64_t block) {
     return block * block_bytes(kind) + (block / PER + 1) * head_bytes(kind);
 }
 INLINE int64_t blocks_of(const Matrix *m) { return (m->inputs + SPAN - 1) / SPAN; }
-INLINE int64_t groups_of(const Matrix *m) { return (m->outputs + GROUP - 1) / GROUP; }
+INLINE int group_size(const int kind) { return is_coded(kind) ? GROUP : DOUBLE; }
+INLINE int64_t groups_of(const Matrix *m) {
+    const int size = group_size((int)m->kind);
+    return (m->outputs + size - 1) / size;
+}
 INLINE int64_t group_bytes(const int kind, int64_t inputs) {
     const int64_t blocks = (inputs + SPAN - 1) / SPAN;
-    if (kind == F32) return inputs * GROUP * 4;
-    if (kind == BF16) return (inputs + 1) / 2 * GROUP * 4;
+    if (kind == F32) return inputs * DOUBLE * 4;
+    if (kind == BF16) return (inputs + 1) / 2 * DOUBLE * 4;
     return blocks * block_bytes(kind) + (blocks + PER - 1) / PER * head_bytes(kind);
 }
 
@@ -655,60 +659,56 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
 INLINE int in_halves(const int kind) { return HALVES && kind == BF16; }
 INLINE int64_t filled(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 
-/* An output has PARTS sums, and inputs go to them in turns: the next addition to a sum waits for the one before
-   it. Rows that fit into registers; where there are MANY, fewer rows times WIDE_NUMBERS groups, which reads each
-   row less often and weights in more than one place. */
-enum { PARTS = 2, TALL_NUMBERS = LANES == 16 ? 8 : 3, TALL_WIDE = 6, WIDE_NUMBERS = LANES == 16 ? 2 : 1 };
+/* Rows of a tile, whose sums stay in registers: as many as fit, for weights come from memory with the first tile.
+   Of several tiles the others compute, best with a few rows less. BY_ROW each number of a row is read once and
+   weights stay in registers, else the other way round. */
+enum { BY_ROW = LANES == 16, TALL_NUMBERS = BY_ROW ? 12 : 2, BEST_NUMBERS = BY_ROW ? 8 : 2 };
 
-INLINE void number_rows(const int kind, const int tall, const int wide, const char *panel, int64_t bytes,
+INLINE void number_rows(const int kind, const int tall, const char *panel, int64_t bytes,
                         int64_t inputs, const char *x, float *out) {
-    enum { LINE = GROUP * 4 }; /* bytes of an input, or of a pair */
-    vec sum[PARTS][TALL_NUMBERS][WIDE_NUMBERS * VECS];
-    const int64_t row = filled(inputs), lines = bytes / LINE;
-    EACH(n, PARTS) EACH(r, tall) EACH(v, wide * VECS) sum[n][r][v] = (vec){0};
-    for (int64_t line = 0; line < lines; line += PARTS) EACH(n, PARTS) {
-        if (n && line + n == lines) break;
-        const char *from = panel + (line + n) * LINE;
-        const float *one = (const float *)x + (line + n) * (kind == F32 ? 1 : 2);
-        const bf16 *half = (const bf16 *)x + (line + n) * 2;
-        EACH(g, wide) __builtin_prefetch(from + g * bytes + FETCHED / wide, 0, 0);
-        EACH(v, wide * VECS) {
-            const vec w = load((const float *)(from + v / VECS * bytes) + v % VECS * LANES);
+    enum { LINE = DOUBLE * 4 }; /* bytes of an input, or of a pair */
+    vec sum[TALL_NUMBERS][2 * VECS];
+    const int64_t row = filled(inputs);
+    EACH(r, tall) EACH(v, 2 * VECS) sum[r][v] = (vec){0};
+    for (int64_t line = 0; line < bytes / LINE; line++) {
+        const char *from = panel + line * LINE;
+        const float *one = (const float *)x + line * (kind == F32 ? 1 : 2);
+        const bf16 *half = (const bf16 *)x + line * 2;
+        EACH(n, 2) __builtin_prefetch(from + FETCHED + n * 64, 0, 0);
+        EACH(i, BY_ROW ? tall : 2 * VECS) EACH(j, BY_ROW ? 2 * VECS : tall) {
+            const int r = BY_ROW ? i : j, v = BY_ROW ? j : i;
+            const vec w = load((const float *)from + v * LANES);
             const vec even = (vec)((ivec)w << 16), odd = (vec)((ivec)w & (int32_t)0xffff0000);
-            EACH(r, tall) {
-                vec *to = &sum[n][r][v];
-                if (kind == F32) *to += w * one[r * row];
-                else if (HALVES) *to = add_halves(*to, (ivec)w, half + r * row);
-                else *to += even * one[r * row], *to += odd * one[r * row + 1];
-            }
+            if (kind == F32) sum[r][v] += w * one[r * row];
+            else if (HALVES) sum[r][v] = add_halves(sum[r][v], (ivec)w, half + r * row);
+            else sum[r][v] += even * one[r * row], sum[r][v] += odd * one[r * row + 1];
         }
     }
-    EACH(v, wide * VECS) EACH(r, tall)
-    store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[0][r][v] + sum[1][r][v]);
+    EACH(r, tall) EACH(v, 2 * VECS) store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
 }
 
 INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                          Result y, int64_t first, int64_t last) {
     const int64_t bytes = group_bytes(kind, m->inputs);
     const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
-    float sums[WIDE_NUMBERS * TALL_NUMBERS * GROUP] __attribute__((aligned(64)));
-#define NUMBERS(tall, wide)                                                                       \
-    case tall + wide * TALL_NUMBERS: number_rows(kind, tall, wide, panel, bytes, m->inputs, x, sums); break;
-    for (int64_t g = first, wide; g < last; g += wide) {
+    float sums[TALL_NUMBERS * DOUBLE] __attribute__((aligned(64)));
+#define NUMBERS(tall)                                                                             \
+    case tall: number_rows(kind, tall, panel, bytes, m->inputs, x, sums); break;
+    for (int64_t g = first; g < last; g++) {
         const char *panel = (const char *)m->weights + g * bytes;
-        wide = rows >= MANY && last - g >= WIDE_NUMBERS ? WIDE_NUMBERS : 1;
-        const int64_t most = wide > 1 ? TALL_WIDE : TALL_NUMBERS;
         for (int64_t row = 0, tall; row < rows; row += tall) {
             const char *x = (const char *)operands + row * row_bytes;
-            tall = rows - row < most ? rows - row : most;
-            switch (tall + wide * TALL_NUMBERS) {
-                NUMBERS(1, 1) NUMBERS(2, 1) NUMBERS(3, 1)
+            const int64_t left = rows - row, tiles = (left + BEST_NUMBERS - 1) / BEST_NUMBERS;
+            tall = left <= TALL_NUMBERS ? left : (left + tiles - 1) / tiles;
+            switch (tall) {
+                NUMBERS(1) NUMBERS(2)
 #if defined(__AVX512F__)
-                NUMBERS(4, 1) NUMBERS(5, 1) NUMBERS(6, 1) NUMBERS(7, 1) NUMBERS(8, 1)
-                NUMBERS(1, 2) NUMBERS(2, 2) NUMBERS(3, 2) NUMBERS(4, 2) NUMBERS(5, 2) NUMBERS(6, 2)
+                NUMBERS(3) NUMBERS(4) NUMBERS(5) NUMBERS(6) NUMBERS(7) NUMBERS(8) NUMBERS(9) NUMBERS(10)
+                NUMBERS(11) NUMBERS(12)
 #endif
             }
-            for (int64_t n = 0; n < wide; n++) put(m, g + n, sums + n * tall * GROUP, tall, y, row);
+            put(m, 2 * g, sums, tall, y, row);
+            if ((2 * g + 1) * GROUP < m->outputs) put(m, 2 * g + 1, sums + tall * GROUP, tall, y, row);
         }
     }
 #undef NUMBERS

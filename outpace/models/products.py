@@ -27,7 +27,7 @@ CODED = frozenset(KINDS[2:])
 """Types of GGUF files that are multiplied as they are stored."""
 _OF = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _GROUP = 16
-"""Outputs that lie together."""
+"""Outputs whose codes lie together; of numbers twice as many."""
 _SPAN, _PER = 32, 8
 """Inputs of a block, and blocks that share what stands before them."""
 _PORTION = 1 << 22
@@ -56,7 +56,7 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """Bytes of its outputs, without what fills up the last group."""
-        return self.memory.nbytes * self.outputs // (-(-self.outputs // _GROUP) * _GROUP)
+        return self.memory.nbytes * self.outputs // _filled(self.kind, self.outputs)
 
     def dense(self) -> Tensor:
         """The numbers that it stands for: float32 [O, I]."""
@@ -86,7 +86,7 @@ class Product:
         for part in parts:
             address = None
             if bias_O is not None:
-                filled_O = torch.zeros(-(-part.outputs // _GROUP) * _GROUP)
+                filled_O = torch.zeros(_filled(part.kind, part.outputs))
                 filled_O[: part.outputs] = bias_O[first : first + part.outputs]
                 self._biases.append(filled_O)
                 address = filled_O.data_ptr()
@@ -136,17 +136,17 @@ def works(device: str = "cpu") -> bool:
 
 def stored_bytes(kind: str, outputs: int, inputs: int) -> int:
     """What ``Stored.nbytes`` of such a matrix is; needs neither the matrix nor compiled code."""
-    if kind in ("F32", "BF16"):
-        group = inputs * _GROUP * 4 if kind == "F32" else -(-inputs // 2) * _GROUP * 4
+    size = _group_size(kind)
+    if kind in _OF.values():
+        group = 4 * size * (inputs if kind == "F32" else -(-inputs // 2))
     else:
         blocks = -(-inputs // _SPAN)
         bits, least = int(kind[1]), kind in ("Q4_1", "Q5_1", "Q4_K", "Q5_K")
         two_levels = kind.endswith("_K")
-        own = 2 * _GROUP * (2 if least and not two_levels else 1)
-        head = 2 * _GROUP * (2 if least else 1) if two_levels else 0
-        group = blocks * (bits * _GROUP * _SPAN // 8 + own) + -(-blocks // _PER) * head
-    groups = -(-outputs // _GROUP)
-    return groups * group * outputs // (groups * _GROUP)
+        own = 2 * size * (2 if least and not two_levels else 1)
+        head = 2 * size * (2 if least else 1) if two_levels else 0
+        group = blocks * (bits * size * _SPAN // 8 + own) + -(-blocks // _PER) * head
+    return group * outputs // size
 
 
 def store_numbers(weight_OI: Tensor) -> Stored:
@@ -179,17 +179,28 @@ def store_place(place: Place, order_O: Tensor | None = None) -> Stored:
         (whole,) = read_portions(place, place.size)
         return store_rows(place.kind, whole.view(count, row_bytes), inputs, order_O)
     memory, done = _memory(place.kind, count, inputs), 0
-    portion = max(1, _PORTION // (row_bytes * _GROUP)) * row_bytes * _GROUP
+    size = _group_size(place.kind)
+    portion = max(1, _PORTION // (row_bytes * size)) * row_bytes * size
     for packed in read_portions(place, portion):
         rows = packed.view(-1, row_bytes)
-        at = memory.data_ptr() + done // _GROUP * _group_bytes(place.kind, inputs)
+        at = memory.data_ptr() + done // size * _group_bytes(place.kind, inputs)
         _lay(place.kind, rows, None, len(rows), inputs, at)
         done += len(rows)
     return Stored(kind=place.kind, outputs=count, inputs=inputs, memory=memory)
 
 
 def _memory(kind: str, outputs: int, inputs: int) -> Tensor:
-    return pages().take(-(-outputs // _GROUP) * _group_bytes(kind, inputs))
+    return pages().take(_filled(kind, outputs) // _group_size(kind) * _group_bytes(kind, inputs))
+
+
+def _group_size(kind: str) -> int:
+    return _GROUP if kind in CODED else 2 * _GROUP
+
+
+def _filled(kind: str, outputs: int) -> int:
+    """Outputs of whole groups."""
+    size = _group_size(kind)
+    return -(-outputs // size) * size
 
 
 def _group_bytes(kind: str, inputs: int) -> int:
