@@ -371,8 +371,8 @@ class Engine:
             setup=Setup(
                 drafter=method.spec,
                 members={
-                    name: Member(one.drafter.begin(request), one.budget, judges[name])
-                    for name, one in method.serving(warp.ruled).items()
+                    name: Member(m.drafter.begin(request), method.budgets.get(name, m.budget), judges[name])
+                    for name, m in method.serving(warp.ruled).items()
                 },
                 verifier=verifier,
                 policy_state=method.policy.begin(request.key, warp.greedy),

@@ -29,6 +29,8 @@ class Method(ABC):
     verifier_spec: MethodSpec
     names_verifier: bool
     """Whether the spec names the verifier."""
+    budgets: Mapping[str, Budget] = {}
+    """Member -> how far it may draft, where that is not as its spec says."""
 
     @property
     @abstractmethod
@@ -157,10 +159,8 @@ class SingleMethod(Method):
 
 def read_size(text: str | None, who: str) -> int | None:
     """Read ``tree_size``."""
-    if text is None:
-        return None
     try:
-        return int(text)
+        return None if text is None else int(text)
     except ValueError:
         raise SpecError(f"{who}: tree_size={text!r} is not a whole number") from None
 

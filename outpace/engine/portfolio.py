@@ -8,16 +8,16 @@ Members are loaded when the first request comes, so that an engine with `auto` i
 its target is. All of them follow the text from its beginning, whoever drafts; a member that was
 not picked costs that much and no more.
 
-Lookups that nobody asked for may draft further than they do by themselves: the policy knows what a
-row costs here, and cuts a draft that does not pay, but cannot make one longer. Of those, one that
-cannot tell what it would propose has to be tried like a trained drafter, and stands in for such.
+Lookups that nobody asked for, and trees that grow by price, may be larger than by themselves: the policy
+knows what a row costs here, and cuts a draft that does not pay, but cannot make one longer. Of those lookups,
+one that cannot tell what it would propose has to be tried like a trained drafter, and stands in for such.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outpace import registry
@@ -29,10 +29,15 @@ from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
+from outpace.tree.shapes import LEVELS
+from outpace.types import Budget
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
 """Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
+
+LARGEST = 11
+"""Most guesses of a tree that grows by price; with the pending token they are one tile of products.h."""
 
 LONG = 4096
 """Positions of models whose texts may be so long that drafters for long texts take part."""
@@ -90,6 +95,7 @@ class Portfolio(Method):
                 f"{spec.name} picks among several; write draft_model[acceptance=HEAD "
                 f"policy={plan['policy']}]"
             )
+        self.budgets: dict[str, Budget] = {}
         self.left_out: dict[str, str] = {}
         """Drafters that take no part, and why: not trained for this target, or not the best."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
@@ -141,8 +147,11 @@ class Portfolio(Method):
             if self._target.max_positions >= LONG and VIEWS in self._target.can:
                 able = registry.able("drafter", registry.LONG_TEXTS)
                 made |= self._loaded(MethodSpec(row.name) for row in able if row.name not in named)
-        for name in made:
-            if registry.entry("drafter", MethodSpec.parse(name).name).family == "lookup":
+        for name, one in made.items():
+            spec = MethodSpec.parse(name)
+            if one.budget.shape.beam and not {"tree", "tree_size"} & spec.split()[1].keys():
+                self.budgets[name] = replace(one.budget, max_nodes=LARGEST, max_depth=LEVELS)
+            if registry.entry("drafter", spec.name).family == "lookup":
                 self._costs.suppose(name, 0.0)
             elif not self._costs.kept(name)[0]:
                 self._costs.know(taught(name, self._target, self._costs.tuning.text / 2))

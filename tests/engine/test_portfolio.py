@@ -112,6 +112,14 @@ def test_members_are_loaded_with_the_first_request(monkeypatch):
     assert loaded == [1, 1], "its own, and the one of `grammar`"
 
 
+def test_trees_that_grow_by_price_may_be_larger_unless_their_spec_says_a_size(engine):
+    tree, small, chain = (f"draft_model[{more}model=tiny]" for more in ("", "tree_size=3 ", "tree=1x1x1 "))
+    found = engine.method(f"auto[drafters={tree}+{small}+{chain}+suffix]")
+    assert len(found.members) == 4
+    assert {name: budget.max_nodes for name, budget in found.budgets.items()} == {tree: portfolio.LARGEST}
+    assert engine.method(tree).budget.max_nodes < portfolio.LARGEST, "alone it does not know what rows cost"
+
+
 def test_choices_reach_listeners_and_say_what_was_expected(engine):
     rows, _ = watch(engine, PROMPTS, drafter=WITH_MODEL)
     assert {"suffix", "draft_model[model=tiny]"} >= {r.drafter for r in rows} - {"none"} != set()
