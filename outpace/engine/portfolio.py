@@ -8,8 +8,8 @@ Members are loaded when the first request comes, so that an engine with `auto` i
 its target is. All of them follow the text from its beginning, whoever drafts; a member that was
 not picked costs that much and no more.
 
-Lookups that nobody asked for, and trees that grow by price, may be larger than by themselves: the policy
-knows what a row costs here, and cuts a draft that does not pay, but cannot make one longer. Of those lookups,
+Lookups that nobody asked for, and trees that grow by price, may be larger than by themselves. The policy
+knows what a row costs here: it cuts a draft that does not pay, but cannot make one longer. Of those lookups,
 one that cannot tell what it would propose has to be tried like a trained drafter, and stands in for such.
 """
 

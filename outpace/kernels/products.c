@@ -238,7 +238,7 @@ typedef struct {
 static void store_piece(const void *context, const void *self, int64_t g) {
     (void)context;
     const Storing *s = self;
-    const uint8_t *row[DOUBLE];
+    const uint8_t *row[TWO_GROUPS];
     const int size = group_size((int)s->kind);
     const int64_t left = s->outputs - g * size, count = left < size ? left : size;
     for (int64_t o = 0; o < count; o++)
@@ -290,7 +290,7 @@ static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t
     const int kind = (int)m->kind, size = group_size(kind);
     const char *panel = (const char *)m->weights + group * group_bytes(kind, m->inputs);
     for (int64_t b = 0; b < blocks_of(m); b++) {
-        float one[SPAN * DOUBLE];
+        float one[SPAN * TWO_GROUPS];
         Wide wide;
 #define KIND(kind)                                                                                \
     case kind: widen_block(kind, panel, b, &wide); break

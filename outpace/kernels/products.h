@@ -13,8 +13,8 @@
    Numbers. Weights in bfloat16 and float32 are multiplied in float32; where the processor has an
    instruction for pairs of bfloat16, rows are rounded to it.
 
-   Layout. GROUP outputs lie together, of numbers DOUBLE, block by block, and in a block pair of inputs by pair
-   of inputs. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
+   Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
+   inputs; of numbers TWO_GROUPS do. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
    the odd one in the upper. Such a half holds four codes of 4 bits, of as many pairs; of 8 bits it
    holds two, of the first and third of four pairs or of the second and fourth. So the 4 bytes of
    an output, or their upper or lower 4 bits, are codes of the same inputs whatever their width. A
@@ -34,7 +34,7 @@
 #include <arm_neon.h>
 #endif
 
-enum { GROUP = 16, DOUBLE = 2 * GROUP, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
+enum { GROUP = 16, TWO_GROUPS = 2 * GROUP, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
 /* products.py has the same numbers. */
 enum { F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, KINDS };
 
@@ -148,15 +148,15 @@ INLINE int64_t block_at(const int kind, int64_t block) {
     return block * block_bytes(kind) + (block / PER + 1) * head_bytes(kind);
 }
 INLINE int64_t blocks_of(const Matrix *m) { return (m->inputs + SPAN - 1) / SPAN; }
-INLINE int group_size(const int kind) { return is_coded(kind) ? GROUP : DOUBLE; }
+INLINE int group_size(const int kind) { return is_coded(kind) ? GROUP : TWO_GROUPS; }
 INLINE int64_t groups_of(const Matrix *m) {
     const int size = group_size((int)m->kind);
     return (m->outputs + size - 1) / size;
 }
 INLINE int64_t group_bytes(const int kind, int64_t inputs) {
     const int64_t blocks = (inputs + SPAN - 1) / SPAN;
-    if (kind == F32) return inputs * DOUBLE * 4;
-    if (kind == BF16) return (inputs + 1) / 2 * DOUBLE * 4;
+    if (kind == F32) return inputs * TWO_GROUPS * 4;
+    if (kind == BF16) return (inputs + 1) / 2 * TWO_GROUPS * 4;
     return blocks * block_bytes(kind) + (blocks + PER - 1) / PER * head_bytes(kind);
 }
 
@@ -666,7 +666,7 @@ enum { BY_ROW = LANES == 16, TALL_NUMBERS = BY_ROW ? 12 : 2, BEST_NUMBERS = BY_R
 
 INLINE void number_rows(const int kind, const int tall, const char *panel, int64_t bytes,
                         int64_t inputs, const char *x, float *out) {
-    enum { LINE = DOUBLE * 4 }; /* bytes of an input, or of a pair */
+    enum { LINE = TWO_GROUPS * 4 }; /* bytes of an input, or of a pair */
     vec sum[TALL_NUMBERS][2 * VECS];
     const int64_t row = filled(inputs);
     EACH(r, tall) EACH(v, 2 * VECS) sum[r][v] = (vec){0};
@@ -691,7 +691,7 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
                          Result y, int64_t first, int64_t last) {
     const int64_t bytes = group_bytes(kind, m->inputs);
     const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
-    float sums[TALL_NUMBERS * DOUBLE] __attribute__((aligned(64)));
+    float sums[TALL_NUMBERS * TWO_GROUPS] __attribute__((aligned(64)));
 #define NUMBERS(tall)                                                                             \
     case tall: number_rows(kind, tall, panel, bytes, m->inputs, x, sums); break;
     for (int64_t g = first; g < last; g++) {
