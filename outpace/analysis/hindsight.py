@@ -174,7 +174,7 @@ class Priced:
         if found.previews_P is not None:
             yield from (Setting(drafter, least=least) for least in _LEAST)
             return
-        for nodes in sorted({1, 2, found.budget.max_nodes}):
+        for nodes in sorted({1, 2, *found.guesses}):
             for depth in range(1, min(nodes, found.budget.max_depth) + 1):
                 yield Setting(drafter, nodes, depth)
 
@@ -301,7 +301,7 @@ def look_back(
         steps: those after the prompt, one of them at least.
         tick: told of the parts, of which there are three.
 
-    Cost: a pass per token, three drafts of every drafter per token, and some timed passes.
+    Cost: a pass per token, a draft of each size of every drafter per token, and some timed passes.
     """
     others = {name: one for name, one in method.members.items() if name != PLAIN}
     asked = {name: one for name, one in others.items() if one.drafter.traits.deterministic}

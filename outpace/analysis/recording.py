@@ -38,6 +38,7 @@ from outpace.files import parse_json, write_whole
 from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import SamplingParams
+from outpace.policies.arms import asks
 from outpace.policies.base import Policy, PolicyRow, within
 from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow
@@ -66,7 +67,7 @@ class Recorded:
     """
 
     budget: Budget
-    """That its spec asks for."""
+    """That a policy which prices rows may ask for."""
     passes: bool
     """Whether a level is a pass of a model of its own."""
     previews_P: tuple[tuple[float, ...], ...] | None
@@ -145,7 +146,7 @@ def record(
     Raises:
         RequestError: no prompts or no drafters.
 
-    Cost: per token a pass of the target, and for every drafter three drafts.
+    Cost: per token a pass of the target, and for every drafter a draft of each size.
     """
     methods = {str(engine.method(spec).spec): engine.method(spec).preferred for spec in specs}
     if not asked or not methods:
@@ -212,7 +213,7 @@ def _one(
     begun = {spec: engine.running(request, slot, one, one.verifier) for spec, one in methods.items()}
     states = {spec: one.all_members[spec].state for spec, one in begun.items()}
     row.members = row.all_members = {
-        spec: Member(states[spec], one.budget, row.verifier) for spec, one in methods.items()
+        spec: Member(states[spec], one.largest, row.verifier) for spec, one in methods.items()
     }
     whole = row.cut
     if answer is None:
@@ -246,7 +247,7 @@ def _one(
         len(request.prompt),
         {
             spec: Recorded(
-                one.budget,
+                one.largest,
                 one.drafter.clock.count > passes[spec],
                 tuple(previews[spec]) if spec in previews else None,
                 {
@@ -284,14 +285,14 @@ def _ask(
     timed: Timed | None = None,
 ) -> None:
     """Have a drafter draft what nobody will use."""
-    full = one.budget.max_nodes
+    full, shape = one.largest.max_nodes, one.largest.shape
     # A chain that is cut is the first part of the whole one; a tree is another one.
-    sizes = {1, 2, full} if one.budget.shape.beam else {full}
+    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in asks(one.largest))} if shape.beam else {full}
     chain = row.verifier.chains_only or TREE not in machine.target.can
     drawn = Drawn.CHOSEN if row.warp.greedy else row.verifier.draws
     lease = Lease(machine.cache, row.slot, resumes=machine.tapped([row]) <= {spec})
-    for nodes in sorted(size for size in sizes if size <= full):
-        asked = Budget(nodes, min(nodes, one.budget.max_depth), shape=one.budget.shape)
+    for nodes in sorted(sizes):
+        asked = Budget(nodes, min(nodes, one.largest.max_depth), shape=shape)
         wanted: DraftRow[Any] = DraftRow(
             row.members[spec].state,
             row.tokens,

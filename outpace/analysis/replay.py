@@ -358,7 +358,7 @@ def best_choice(
     others = []
     for spec, drafter in walks[0].parts[0][0].drafters.items():
         if drafter.previews_P is None:
-            for nodes in sorted({1, 2, drafter.budget.max_nodes}):
+            for nodes in sorted({1, 2, *drafter.guesses}):
                 depths = range(1, min(nodes, drafter.budget.max_depth) + 1)
                 others += [Rule(None, spec, nodes, depth) for depth in depths]
     known = set(rates)

@@ -371,7 +371,7 @@ class Engine:
             setup=Setup(
                 drafter=method.spec,
                 members={
-                    name: Member(m.drafter.begin(request), method.budgets.get(name, m.budget), judges[name])
+                    name: Member(m.drafter.begin(request), method.budget_of(m), judges[name])
                     for name, m in method.serving(warp.ruled).items()
                 },
                 verifier=verifier,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from outpace import registry
@@ -14,9 +15,12 @@ from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
 from outpace.tree.mask import is_chain
-from outpace.tree.shapes import budget
+from outpace.tree.shapes import LEVELS, budget
 from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
+
+LARGEST = 11
+"""Most guesses of a tree that grows by price; with the pending token they are one tile of products.h."""
 
 
 class Method(ABC):
@@ -29,8 +33,6 @@ class Method(ABC):
     verifier_spec: MethodSpec
     names_verifier: bool
     """Whether the spec names the verifier."""
-    budgets: Mapping[str, Budget] = {}
-    """Member -> how far it may draft, where that is not as its spec says."""
 
     @property
     @abstractmethod
@@ -40,6 +42,10 @@ class Method(ABC):
     @property
     def preferred(self) -> SingleMethod:
         return next(iter(self.members.values()))
+
+    def budget_of(self, member: SingleMethod) -> Budget:
+        """How far a member may draft here."""
+        return member.budget
 
     def serving(self, ruled: bool) -> Mapping[str, SingleMethod]:
         """The members that take part in a request: those that are made for rules only if it has some."""
@@ -119,6 +125,11 @@ class SingleMethod(Method):
         if size is None and "tree" not in plan:
             size = cls.traits.default_nodes  # its own tree is cut to its own size
         self.budget: Budget = budget(tree, size, cls.traits.default_nodes)
+        self.largest = self.budget
+        """For a policy that knows what a row costs here: it cuts a draft that does not pay, but cannot make
+        one longer."""
+        if self.budget.shape.beam and not {"tree", "tree_size"} & plan.keys():
+            self.largest = replace(self.budget, max_nodes=LARGEST, max_depth=LEVELS)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from outpace import registry
@@ -29,15 +29,11 @@ from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
-from outpace.tree.shapes import LEVELS
 from outpace.types import Budget
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
 """Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
-
-LARGEST = 11
-"""Most guesses of a tree that grows by price; with the pending token they are one tile of products.h."""
 
 LONG = 4096
 """Positions of models whose texts may be so long that drafters for long texts take part."""
@@ -95,7 +91,6 @@ class Portfolio(Method):
                 f"{spec.name} picks among several; write draft_model[acceptance=HEAD "
                 f"policy={plan['policy']}]"
             )
-        self.budgets: dict[str, Budget] = {}
         self.left_out: dict[str, str] = {}
         """Drafters that take no part, and why: not trained for this target, or not the best."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
@@ -147,15 +142,17 @@ class Portfolio(Method):
             if self._target.max_positions >= LONG and VIEWS in self._target.can:
                 able = registry.able("drafter", registry.LONG_TEXTS)
                 made |= self._loaded(MethodSpec(row.name) for row in able if row.name not in named)
-        for name, one in made.items():
+        for name in made:
             spec = MethodSpec.parse(name)
-            if one.budget.shape.beam and not {"tree", "tree_size"} & spec.split()[1].keys():
-                self.budgets[name] = replace(one.budget, max_nodes=LARGEST, max_depth=LEVELS)
             if registry.entry("drafter", spec.name).family == "lookup":
                 self._costs.suppose(name, 0.0)
             elif not self._costs.kept(name)[0]:
                 self._costs.know(taught(name, self._target, self._costs.tuning.text / 2))
         return made or self._loaded([MethodSpec("none")])
+
+    def budget_of(self, member: SingleMethod) -> Budget:
+        """As far as the policy may find worth its price."""
+        return member.largest
 
     def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, SingleMethod]:
         """Those of the members that can run here; of the others, why not is noted."""

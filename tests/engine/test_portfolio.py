@@ -8,6 +8,7 @@ import pytest
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError, registry
 from outpace.drafters.trained import home, read_measured
 from outpace.engine import portfolio
+from outpace.engine.method import LARGEST
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
@@ -115,9 +116,11 @@ def test_members_are_loaded_with_the_first_request(monkeypatch):
 def test_trees_that_grow_by_price_may_be_larger_unless_their_spec_says_a_size(engine):
     tree, small, chain = (f"draft_model[{more}model=tiny]" for more in ("", "tree_size=3 ", "tree=1x1x1 "))
     found = engine.method(f"auto[drafters={tree}+{small}+{chain}+suffix]")
-    assert len(found.members) == 4
-    assert {name: budget.max_nodes for name, budget in found.budgets.items()} == {tree: portfolio.LARGEST}
-    assert engine.method(tree).budget.max_nodes < portfolio.LARGEST, "alone it does not know what rows cost"
+    larger = {name for name, one in found.members.items() if found.budget_of(one) != one.budget}
+    assert len(found.members) == 4 and larger == {tree}
+    alone = engine.method(tree)
+    assert found.budget_of(alone).max_nodes == LARGEST
+    assert alone.budget_of(alone).max_nodes < LARGEST, "alone it does not know what rows cost"
 
 
 def test_choices_reach_listeners_and_say_what_was_expected(engine):
