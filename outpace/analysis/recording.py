@@ -30,6 +30,7 @@ from outpace.curve import KnownDrafter
 from outpace.drafters.trained import taught
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
+from outpace.engine.portfolio import largest
 from outpace.engine.requests import GenerationRequest
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
@@ -213,7 +214,7 @@ def _one(
     begun = {spec: engine.running(request, slot, one, one.verifier) for spec, one in methods.items()}
     states = {spec: one.all_members[spec].state for spec, one in begun.items()}
     row.members = row.all_members = {
-        spec: Member(states[spec], one.largest, row.verifier) for spec, one in methods.items()
+        spec: Member(states[spec], largest(one), row.verifier) for spec, one in methods.items()
     }
     whole = row.cut
     if answer is None:
@@ -247,7 +248,7 @@ def _one(
         len(request.prompt),
         {
             spec: Recorded(
-                one.largest,
+                largest(one),
                 one.drafter.clock.count > passes[spec],
                 tuple(previews[spec]) if spec in previews else None,
                 {
@@ -285,14 +286,15 @@ def _ask(
     timed: Timed | None = None,
 ) -> None:
     """Have a drafter draft what nobody will use."""
-    full, shape = one.largest.max_nodes, one.largest.shape
+    whole = largest(one)
+    full, shape = whole.max_nodes, whole.shape
     # A chain that is cut is the first part of the whole one; a tree is another one.
-    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in asks(one.largest))} if shape.beam else {full}
+    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in asks(whole))} if shape.beam else {full}
     chain = row.verifier.chains_only or TREE not in machine.target.can
     drawn = Drawn.CHOSEN if row.warp.greedy else row.verifier.draws
     lease = Lease(machine.cache, row.slot, resumes=machine.tapped([row]) <= {spec})
     for nodes in sorted(sizes):
-        asked = Budget(nodes, min(nodes, one.largest.max_depth), shape=shape)
+        asked = Budget(nodes, min(nodes, whole.max_depth), shape=shape)
         wanted: DraftRow[Any] = DraftRow(
             row.members[spec].state,
             row.tokens,

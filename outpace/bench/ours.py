@@ -14,7 +14,7 @@ import torch
 from outpace.bench.records import STALL, Case, Kind, Run, Settings
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import GenerationRequest
+from outpace.engine.requests import GenerationRequest, check
 from outpace.engine.results import Result
 from outpace.params import SamplingParams
 from outpace.types import StepRecord
@@ -87,7 +87,7 @@ class Ours:
                 ignore_eos=settings.ignore_eos,
                 seed=case.seed,
             )
-            engine.check(case.ids, params)
+            check(case.ids, params, engine.target, engine.eos_ids)
             ready.append(
                 GenerationRequest(
                     prompt=case.ids,

@@ -317,7 +317,7 @@ class Engine:
         """
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
-        self.check(ids, resolved)
+        check(ids, resolved, self.target, self.eos_ids)
         rule = rule_of(ids, resolved, self.target)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
@@ -387,10 +387,6 @@ class Engine:
         """Who verifies this method's drafts for a request; see ``Method.keyed``."""
         seeded = params is not None and params.seed is not None
         return self._keyed if method.keyed(reproducible, seeded) else method.verifier
-
-    def check(self, ids: tuple[int, ...], params: SamplingParams) -> None:
-        """Raise RequestError unless this prompt can be served with these settings."""
-        check(ids, params, self.target, self.eos_ids)
 
     def _run(
         self,

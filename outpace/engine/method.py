@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from outpace import registry
@@ -15,12 +14,9 @@ from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
 from outpace.tree.mask import is_chain
-from outpace.tree.shapes import LEVELS, budget
+from outpace.tree.shapes import budget
 from outpace.types import Budget, StepRecord
 from outpace.verifiers.base import Verifier
-
-LARGEST = 11
-"""Most guesses of a tree that grows by price; with the pending token they are one tile of products.h."""
 
 
 class Method(ABC):
@@ -125,20 +121,12 @@ class SingleMethod(Method):
         if size is None and "tree" not in plan:
             size = cls.traits.default_nodes  # its own tree is cut to its own size
         self.budget: Budget = budget(tree, size, cls.traits.default_nodes)
-        self.largest = self.budget
-        """For a policy that knows what a row costs here: it cuts a draft that does not pay, but cannot make
-        one longer."""
-        if self.budget.shape.beam and not {"tree", "tree_size"} & plan.keys():
-            self.largest = replace(self.budget, max_nodes=LARGEST, max_depth=LEVELS)
         self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
         if costs is not None:
             self.policy.costs = costs
             costs.known_as(self.spec, str(spec.without("policy")))
         if not self.verifier.lossless and not allow_lossy:
-            raise SpecError(
-                f"verifier {self.verifier_spec} changes the distribution of the output; if that is what you "
-                "want, say --allow-lossy, or Engine.load(..., allow_lossy=True)"
-            )
+            raise _lossy(f"verifier {self.verifier_spec}")
         template = self.budget.shape.parent_N
         branches = self.budget.shape.beam > 0 or (template and not is_chain(template))
         if self.verifier.chains_only and branches:
@@ -151,10 +139,7 @@ class SingleMethod(Method):
         self.drafter = cls.load(build(cls.Config, own, who), target)
         traits = self.drafter.traits
         if not traits.lossless and not allow_lossy:
-            raise SpecError(
-                f"{who}: {spec} changes the distribution of the output; if that is what you "
-                "want, say --allow-lossy, or Engine.load(..., allow_lossy=True)"
-            )
+            raise _lossy(f"{who}: {spec}")
         if self.policy.reads_estimates and not (traits.estimates or traits.foresees):
             raise SpecError(
                 f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
@@ -166,6 +151,13 @@ class SingleMethod(Method):
     def members(self) -> Mapping[str, SingleMethod]:
         """Itself alone."""
         return {self.spec: self}
+
+
+def _lossy(what: str) -> SpecError:
+    return SpecError(
+        f"{what} changes the distribution of the output; if that is what you want, say --allow-lossy, "
+        "or Engine.load(..., allow_lossy=True)"
+    )
 
 
 def read_size(text: str | None, who: str) -> int | None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outpace import registry
@@ -29,11 +29,15 @@ from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
+from outpace.tree.shapes import LEVELS
 from outpace.types import Budget
 from outpace.verifiers.base import Verifier
 
 LONGEST = 48
 """Most guesses of a lookup that takes part unasked: a copy that goes on pays for so many."""
+
+LARGEST = 11
+"""Most guesses of a tree that grows by price; with the pending token they are one tile of products.h."""
 
 LONG = 4096
 """Positions of models whose texts may be so long that drafters for long texts take part."""
@@ -152,7 +156,7 @@ class Portfolio(Method):
 
     def budget_of(self, member: SingleMethod) -> Budget:
         """As far as the policy may find worth its price."""
-        return member.largest
+        return largest(member)
 
     def _loaded(self, specs: Iterable[MethodSpec]) -> dict[str, SingleMethod]:
         """Those of the members that can run here; of the others, why not is noted."""
@@ -182,6 +186,13 @@ class Portfolio(Method):
             else:  # one without a folder of its own says itself what it lacks
                 made |= self._loaded([MethodSpec(name)])
         return made
+
+
+def largest(one: SingleMethod) -> Budget:
+    """How far a drafter may draft for a policy that prices rows, which can cut a draft and not extend it."""
+    if not one.budget.shape.beam or {"tree", "tree_size"} & MethodSpec.parse(one.spec).split()[1].keys():
+        return one.budget
+    return replace(one.budget, max_nodes=LARGEST, max_depth=LEVELS)
 
 
 def _measured_emitted(method: str, target: Target) -> float:

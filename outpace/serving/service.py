@@ -21,7 +21,7 @@ from typing import Any
 from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import GenerationRequest, settle
+from outpace.engine.requests import GenerationRequest, check, settle
 from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt
@@ -95,7 +95,7 @@ class Service:
         self.share_across_keys = share_across_keys
         """Whether all requests are treated as of one key."""
         self._learning: Learning | None = None
-        tail = max(one.budget.max_nodes for m in self._methods.values() for one in m.members.values())
+        tail = max(m.budget_of(one).max_nodes for m in self._methods.values() for one in m.members.values())
         self._memory = Memory(
             engine.cache,
             max_batch,
@@ -196,7 +196,7 @@ class Service:
         params = request.params
         if params != params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")
-        self.engine.check(request.prompt, params)
+        check(request.prompt, params, self.engine.target, self.engine.eos_ids)
         self.engine.verifier(self._methods[name], request.reproducible, params)
         self._memory.check(min(len(request.prompt) + params.max_new_tokens, self.engine.target.max_positions))
         return self._methods[name]

@@ -7,6 +7,7 @@ from outpace.analysis import ablation, judge, recording
 from outpace.analysis.recording import Guess, Recorded, Text
 from outpace.analysis.replay import Always, Device, Replay, Rule, best_choice, replay, turning, whole
 from outpace.analysis.scenarios import scenarios
+from outpace.engine.portfolio import largest
 from outpace.policies.arms import asks
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.tuning import Tuning
@@ -117,7 +118,7 @@ def test_a_recording_is_what_drafters_would_have_done(tmp_path):
     assert (
         same.passes
         and same.previews_P is None
-        and same.budget == engine.method("draft_model[model=tiny]").preferred.largest
+        and same.budget == largest(engine.method("draft_model[model=tiny]").preferred)
     )
     assert set(same.guesses) >= {nodes for nodes, _ in asks(same.budget)}, "whatever `auto` may ask for"
     # The target itself drafts, so all it drafts is right, as far as the text goes.

@@ -8,7 +8,6 @@ import pytest
 from outpace import Engine, SamplingParams, SpecError, UnknownNameError, registry
 from outpace.drafters.trained import home, read_measured
 from outpace.engine import portfolio
-from outpace.engine.method import LARGEST
 from outpace.methods.draft_model.objective import DraftModelObjective, DraftModelTraining
 from outpace.methods.lookup.suffix import Suffix
 from outpace.methods.medusa.hydra_objective import Hydra, HydraTraining
@@ -119,8 +118,8 @@ def test_trees_that_grow_by_price_may_be_larger_unless_their_spec_says_a_size(en
     larger = {name for name, one in found.members.items() if found.budget_of(one) != one.budget}
     assert len(found.members) == 4 and larger == {tree}
     alone = engine.method(tree)
-    assert found.budget_of(alone).max_nodes == LARGEST
-    assert alone.budget_of(alone).max_nodes < LARGEST, "alone it does not know what rows cost"
+    assert found.budget_of(alone).max_nodes == portfolio.LARGEST
+    assert alone.budget_of(alone).max_nodes < portfolio.LARGEST, "alone it does not know what rows cost"
 
 
 def test_choices_reach_listeners_and_say_what_was_expected(engine):
