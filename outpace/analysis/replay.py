@@ -280,10 +280,9 @@ def replay(
     walks: Sequence[Walk],
     batch: Callable[[float], int],
     until: float | None = None,
-    seed: int = 0,
 ) -> Replayed:
     """Replay requests from a fresh start."""
-    return Replay(policy, device, seed).run(walks, batch, until)
+    return Replay(policy, device).run(walks, batch, until)
 
 
 @dataclass(frozen=True, slots=True)

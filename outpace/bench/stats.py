@@ -108,7 +108,7 @@ def median(values: Sequence[float]) -> float | None:
     return float(np.median(values)) if len(values) else None
 
 
-def prompt_interval(values: Sequence[float], prompts: Sequence[int], seed: int = 0) -> Interval | None:
+def prompt_interval(values: Sequence[float], prompts: Sequence[int]) -> Interval | None:
     """95 % bootstrap interval of the mean over units: what other prompts of the kind may give.
 
     Prompts are resampled, each with all of its units: answers to one prompt are alike, so more
@@ -123,12 +123,12 @@ def prompt_interval(values: Sequence[float], prompts: Sequence[int], seed: int =
     if len(count_P) < FEWEST:
         return None
     sum_P = np.bincount(prompt_U, np.asarray(values))
-    coins = np.random.default_rng(seed)
+    coins = np.random.default_rng(0)
     drawn = coins.choice(len(count_P), (_DRAWS, len(count_P)))
     return _percentiles(sum_P[drawn].sum(1) / count_P[drawn].sum(1))
 
 
-def repeat_interval(values: Sequence[Sequence[float]], seed: int = 0) -> Interval | None:
+def repeat_interval(values: Sequence[Sequence[float]]) -> Interval | None:
     """95 % interval of the same mean for these very prompts: what measuring again may give.
 
     The units stay; the deviations of their rounds from the units' means are pooled, widened by
@@ -145,7 +145,7 @@ def repeat_interval(values: Sequence[Sequence[float]], seed: int = 0) -> Interva
     if not again:
         return None
     pooled = np.concatenate([(r - r.mean()) * math.sqrt(len(r) / (len(r) - 1)) for r in again])
-    coins = np.random.default_rng(seed)
+    coins = np.random.default_rng(0)
     noise = np.zeros(_DRAWS)
     for rounds in values:
         noise += coins.choice(pooled, (_DRAWS, len(rounds))).mean(1)

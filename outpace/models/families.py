@@ -336,8 +336,6 @@ class GenerationDefaults:
     """Every token that ends a text, ascending."""
     bos_id: int | None = None
     """The token that begins a text."""
-    pad_id: int | None = None
-    """The token that fills up a batch."""
     do_sample: bool | None = None
     """False asks for the likeliest token; then ``temperature`` is 0.0 whatever the file says."""
     temperature: float | None = None
@@ -369,7 +367,6 @@ class GenerationDefaults:
         return cls(
             eos_ids=tuple(sorted({i for file in files for i in token_ids(file, "eos_token_id")})),
             bos_id=_first_id(files, "bos_token_id"),
-            pad_id=_first_id(files, "pad_token_id"),
             do_sample=do_sample,
             temperature=0.0 if do_sample is False else temperature,
             top_p=settings.maybe("top_p"),

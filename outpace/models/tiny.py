@@ -223,8 +223,6 @@ def tiny(
     dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     layers: int = 2,
-    hidden_size: int = 64,
-    sharpness: float = 3.0,
     max_positions: int = 1024,
 ) -> Decoder:
     """Make a Llama of random weights, with a tokenizer and an end-of-sequence token.
@@ -234,15 +232,14 @@ def tiny(
 
     Args:
         seed: same seed, same weights, whatever the dtype.
-        hidden_size: width; a multiple of 8.
     """
     tokenizer = tiny_tokenizer()
     config = DecoderConfig.from_hf(
         {
             "model_type": "llama",
             "vocab_size": tokenizer.vocab_size,
-            "hidden_size": hidden_size,
-            "intermediate_size": 2 * hidden_size,
+            "hidden_size": 64,
+            "intermediate_size": 128,
             "num_hidden_layers": layers,
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
@@ -259,7 +256,7 @@ def tiny(
             # what it adds is small, so that texts repeat phrases, which lookup can draft.
             part = name.split(".")[-2]
             spread *= {"q_proj": 2.0, "k_proj": 2.0, "o_proj": 0.25}.get(part, 1.0)
-            spread *= sharpness if part == "lm_head" else 1.0
+            spread *= 3.0 if part == "lm_head" else 1.0
             tensors[name] = spread * torch.randn(shape, generator=coins)
     end = next(iter(tokenizer.eos_ids))
     checkpoint = MemoryCheckpoint(

@@ -61,7 +61,7 @@ def serve(
     The service is closed when this returns. Call it on the main thread.
 
     Args:
-        port: likewise; 0 takes a free one.
+        port: 0 takes a free one.
         allowed_hosts: further host names that the server answers to.
         origins: sites whose pages may call the API.
 

@@ -9,6 +9,7 @@ Shape letters: T rows of a text, H hidden size, C rows of a slot, Y numbers of a
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -16,6 +17,7 @@ from torch import Tensor
 from outpace.cache.base import PAGE, KVCache, shared_prefix
 from outpace.errors import ModelError
 from outpace.models.base import KV_READ, TAPS, Target
+from outpace.models.views import Readable
 from outpace.types import Feed
 
 ROWS = 1024
@@ -41,9 +43,8 @@ def rows_of(
     """
     if not tap.startswith(KV):
         return taps[tap]
-    held = target.read(cache, slot, int(tap.removeprefix(KV)))  # type: ignore[attr-defined]
-    read_CY: Tensor = held.row_CY
-    return read_CY[rows.start : rows.stop]
+    held = cast(Readable, target).read(cache, slot, int(tap.removeprefix(KV)))
+    return held.row_CY[rows.start : rows.stop]
 
 
 def passes(taps: Sequence[str]) -> frozenset[str]:

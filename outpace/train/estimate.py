@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from outpace.models.load import fast_dtype
 from outpace.train.batches import Batch
 from outpace.train.capture import passes, width_of
 from outpace.train.pipeline import Pipeline
@@ -61,9 +62,8 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     """
     data, target, options = pipeline.options.data, pipeline.target, pipeline.options
     store = pipeline.stored
-    known = store is not None and len(store) > 0
     done = store.answer_tokens if store is not None else 0
-    if store is not None and known:
+    if store is not None and len(store) > 0:
         answer, prompt = done / len(store), float(store.prompt_S.mean())
     else:
         answer = LIKELY * data.max_new_tokens
@@ -128,10 +128,11 @@ def _step(pipeline: Pipeline) -> tuple[float, int]:
             for tap in pipeline.taps
         },
     )
-    native = target.dtype is torch.bfloat16
+    asked = options.loop_config(1).bf16  # as the loop will decide
+    bf16 = fast_dtype(target.device) is torch.bfloat16 if asked is None else asked
 
     def one() -> None:
-        with torch.autocast(target.device.type, torch.bfloat16, enabled=native):
+        with torch.autocast(target.device.type, torch.bfloat16, enabled=bf16):
             loss = objective.loss(batch).loss
         loss.backward()  # type: ignore[no-untyped-call]
 

@@ -17,9 +17,8 @@ except ``ce``.
     lk       -log sum min(p, q)                              negative log acceptance
     lk_mix   l kl + (1 - l) tv, l = exp(-3 alpha)            l is a weight: no gradient through it
 
-``feature_loss`` regresses features, as EAGLE-1 and HASS do besides a loss on distributions. No objective of
-this package does (EAGLE-3 found distributions alone better); it is here, with its oracle ``smooth_l1``, for
-objectives that add a head of that kind.
+``feature_loss`` regresses features beside a loss on distributions, as EAGLE-1 and HASS do; here `fspad` and
+`falcon`. Its oracle is ``smooth_l1``. EAGLE-3 found distributions alone better.
 
 Papers: DistillSpec, arXiv:2310.08461 (kl, rkl, jsd, tv); Samarin et al. 2026, arXiv:2602.23881
 (lk, lk_mix); EAGLE, arXiv:2401.15077 (smooth_l1 on features).

@@ -60,8 +60,6 @@ class LossTraining:
         check(self.loss)
         if not self.temperature > 0:
             raise ValueError(f"temperature must be above 0, got {self.temperature}")
-        if self.temperature <= 0:
-            raise ValueError(f"temperature must be above 0, got {self.temperature}")
 
 
 class Tally(ABC):

@@ -231,7 +231,7 @@ class Pipeline:
 
     def data(self) -> None:
         """Make answers; what is there is not made again."""
-        assert self.store is not None
+        _ = self.store
         self.engine.cache = self.target.new_cache()  # keys and values of generation are large
 
     def run(self, report: Callable[[Progress], None] = print, measure: Measure | None = None) -> Made:

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,6 +33,7 @@ from outpace.train import checkpoint
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
+from outpace.train.pipeline import command
 from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
 from outpace.train.target_start import END, start_from
 
@@ -242,7 +242,7 @@ def make(
         resume=resume,
         report=report,
         provenance={
-            "command": " ".join(sys.argv),
+            "command": command(),
             "weights": size,
             "texts": [file.name for file in files],
             "tokens": len(own.ids),

@@ -183,7 +183,7 @@ def test_generation_defaults() -> None:
         "typical_p": 1.0,
     }
     got = GenerationDefaults.from_hf(said, {"eos_token_id": 7, "bos_token_id": 1})
-    assert (got.eos_ids, got.bos_id, got.pad_id) == ((2, 5, 7), 1, None)
+    assert (got.eos_ids, got.bos_id) == ((2, 5, 7), 1)
     assert (got.temperature, got.top_p, got.top_k, got.min_p) == (0.6, 0.9, None, None)
     assert got.unsupported == ("num_beams=4",)
     assert GenerationDefaults.from_hf({"do_sample": False, "temperature": 0.6}).temperature == 0.0

@@ -37,6 +37,7 @@ import torch
 
 from outpace.drafters.static_tree import likeliest
 from outpace.models.base import Target
+from outpace.models.measured import dtype_name
 from outpace.types import CostCurve, Feed
 
 MOST_ROWS = 64
@@ -228,7 +229,7 @@ def pass_seconds(target: Target, clock: Callable[[], float] = time.perf_counter)
     found = [min(each) for each in zip(*rounds[1:], strict=True)]
     curve = CostCurve(
         model=target.name,
-        dtype=str(target.dtype),
+        dtype=dtype_name(target.dtype),
         threads=torch.get_num_threads(),
         device=str(target.device),
         rows_R=_TIMED,

@@ -268,17 +268,12 @@ def _rope(read: Fields, dim: int, positions: int, divisors: Sequence[float]) -> 
 def _defaults(metadata: Mapping[str, Any]) -> GenerationDefaults:
     start = "general.sampling."
     said = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
-    ids = {
-        key: value if isinstance(value, int) else None
-        for key in ("bos", "padding")
-        for value in [metadata.get(f"tokenizer.ggml.{key}_token_id")]
-    }
+    bos = metadata.get("tokenizer.ggml.bos_token_id")
     read = Fields("GGUF metadata", {}, said)
     taken = ("temp", "top_p", "top_k", "min_p", "penalty_repeat")
     return GenerationDefaults(
         eos_ids=tuple(sorted(end_ids(metadata))),
-        bos_id=ids["bos"],
-        pad_id=ids["padding"],
+        bos_id=bos if isinstance(bos, int) else None,
         temperature=read.maybe("temp", zero=True),
         top_p=read.maybe("top_p"),
         top_k=read.whole("top_k"),
