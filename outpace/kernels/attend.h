@@ -264,11 +264,11 @@ INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, 
 }
 
 /* Scores of all query rows with TILE neighbouring positions; out [M, BLOCK]. */
-INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int64_t capacity, float *out,
-                       const char *values) {
+INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int64_t capacity,
+                       const int32_t *which, float *out, const char *values) {
     for (int64_t m = 0; m < M; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * D, half), D, key, capacity, NULL, out + m * BLOCK, m ? NULL : values)
+    score(tall, half, past(q, m * D, half), D, key, capacity, which, out + m * BLOCK, m ? NULL : values)
         BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
     }
@@ -289,7 +289,7 @@ INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int ha
     }
     float near[MOST * BLOCK] __attribute__((aligned(64)));
     for (int64_t at = lowest / TILE * TILE; at <= highest; at += TILE) {
-        score_tile(half, c->rows * G, q, D, past(key, at - low, half), p->capacity, near, NULL);
+        score_tile(half, c->rows * G, q, D, past(key, at - low, half), p->capacity, NULL, near, NULL);
         for (int64_t m = 0; m < c->rows * G; m++) {
             const Sight *sight = p->sight + c->row + m / G;
             const int64_t *path = p->path + sight->path - dense;
@@ -351,7 +351,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     }
     first = first / TILE * TILE;
     for (int64_t i = first; i < last; i += TILE)
-        score_tile(half, M, q, D, past(key, i, half), C, full_weight + i, past(value, i * D, half));
+        score_tile(half, M, q, D, past(key, i, half), C, NULL, full_weight + i, past(value, i * D, half));
     /* Rows that see more by their paths all end at the same `dense`. */
     const int by_path = !listed && p->sight[c->row].length > 0;
     if (by_path) score_paths(p, c, low, half, q, key, full_weight);

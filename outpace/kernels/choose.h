@@ -95,13 +95,7 @@ INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t fro
         for (int64_t d = 0; which && d < read; d++)
             for (int n = 0; n < (half ? 2 : 4) * TILE; n += 64)
                 __builtin_prefetch((const char *)past(key, which[d] * C + i + EARLY, half) + n, 0, 2);
-        for (int64_t m = 0; m < G; m += TALL) {
-#define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * read, half), read, past(key, i, half), C, which, out + m * BLOCK, \
-          NULL)
-            BY_HEIGHT(G - m, PRODUCT)
-#undef PRODUCT
-        }
+        score_tile(half, G, q, read, past(key, i, half), C, which, out, NULL);
         const int64_t first = i < from ? from : i, last = i + TILE < to ? i + TILE : to;
         for (int64_t m = 0; m < G; m++)
             memcpy(scores_of(c, head * G + m) + first - c->low, out + m * BLOCK + first - i,

@@ -249,14 +249,7 @@ static void store_piece(const void *context, const void *self, int64_t g) {
     switch (s->kind) {
     KIND(F32);
     KIND(BF16);
-    KIND(Q4_0);
-    KIND(Q4_1);
-    KIND(Q5_0);
-    KIND(Q5_1);
-    KIND(Q8_0);
-    KIND(Q4_K);
-    KIND(Q5_K);
-    KIND(Q6_K);
+    EACH_CODED(KIND);
     }
 #undef KIND
 }
@@ -295,14 +288,7 @@ static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t
 #define KIND(kind)                                                                                \
     case kind: widen_block(kind, panel, b, &wide); break
         switch (kind) {
-        KIND(Q4_0);
-        KIND(Q4_1);
-        KIND(Q5_0);
-        KIND(Q5_1);
-        KIND(Q8_0);
-        KIND(Q4_K);
-        KIND(Q5_K);
-        KIND(Q6_K);
+        EACH_CODED(KIND);
         }
 #undef KIND
         const int64_t here = m->inputs - b * SPAN < SPAN ? m->inputs - b * SPAN : SPAN;

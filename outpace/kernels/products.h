@@ -14,11 +14,12 @@
    instruction for pairs of bfloat16, rows are rounded to it.
 
    Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
-   inputs; of numbers TWO_GROUPS do. Of 64 bytes, each 4 belong to one output: the even input of a pair is in the lower half,
-   the odd one in the upper. Such a half holds four codes of 4 bits, of as many pairs; of 8 bits it
-   holds two, of the first and third of four pairs or of the second and fourth. So the 4 bytes of
-   an output, or their upper or lower 4 bits, are codes of the same inputs whatever their width. A
-   fifth and sixth bit lie apart, in the byte of the other four.
+   inputs; of numbers TWO_GROUPS do. Of 64 bytes, each 4 belong to one output: the even input of
+   a pair is in the lower half, the odd one in the upper. Such a half holds four codes of 4 bits,
+   of as many pairs; of 8 bits it holds two, of the first and third of four pairs or of the
+   second and fourth. So the 4 bytes of an output, or their upper or lower 4 bits, are codes of
+   the same inputs whatever their width. A fifth and sixth bit lie apart, in the byte of the
+   other four.
 
    matrix   `weights` in this layout (outpace_store makes it), `bias` or NULL
    operands rows as the products of a matrix want them; `product_room` says how many bytes
@@ -37,6 +38,8 @@
 enum { GROUP = 16, TWO_GROUPS = 2 * GROUP, SPAN = 32, PAIRS = SPAN / 2, VECS = GROUP / LANES };
 /* products.py has the same numbers. */
 enum { F32, BF16, Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, KINDS };
+#define EACH_CODED(KIND)                                                                          \
+    KIND(Q4_0); KIND(Q4_1); KIND(Q5_0); KIND(Q5_1); KIND(Q8_0); KIND(Q4_K); KIND(Q5_K); KIND(Q6_K)
 
 typedef struct {
     int64_t kind, outputs, inputs;
@@ -766,14 +769,7 @@ static void product_piece(const Matrix *m, const void *operands, int64_t rows, v
     switch (m->kind) {
     case F32: number_piece(F32, m, operands, rows, result, first, last); break;
     case BF16: number_piece(BF16, m, operands, rows, result, first, last); break;
-    KIND(Q4_0);
-    KIND(Q4_1);
-    KIND(Q5_0);
-    KIND(Q5_1);
-    KIND(Q8_0);
-    KIND(Q4_K);
-    KIND(Q5_K);
-    KIND(Q6_K);
+    EACH_CODED(KIND);
     }
 #undef KIND
 }
