@@ -140,7 +140,9 @@ def _plan(
     """Have the policy plan; what drafters made for that is at hand afterwards."""
     load = Load(len(rows), _context(rows))
     room_B = [row.room() for row in rows]
-    made_B = foresee(machine, rows, room_B, [machine.policy.asks(row.policy_state, load) for row in rows])
+    made_B = foresee(
+        machine, rows, room_B, [machine.policy.preview_threshold(row.policy_state, load) for row in rows]
+    )
     views = [
         PolicyRow(
             row.policy_state,

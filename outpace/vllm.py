@@ -229,7 +229,7 @@ class Proposer:
         load = Load(len(texts), max((len(text.tokens) for text in texts), default=0))
         for text in texts:
             room = max(0, min(self._most, self._target.max_positions - len(text.tokens)))
-            limit, least = Budget(room, room), self._policy.asks(text.policy, load)
+            limit, least = Budget(room, room), self._policy.preview_threshold(text.policy, load)
             text.made = {
                 name: member.drafter.propose([self._row(text, name, within(limit, limit, least))])[0]
                 for name, member in self._members.items()

@@ -68,8 +68,8 @@ class _FullTrees(Auto):
 class _Widest(Pool):
     """Trees have the nodes of their spec."""
 
-    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
-        found = super().asks(budget)
+    def sizes_to_weigh(self, budget: Budget) -> Sequence[tuple[int, int]]:
+        found = super().sizes_to_weigh(budget)
         return [one for one in found if one[0] == budget.max_nodes] if budget.shape.beam else found
 
 

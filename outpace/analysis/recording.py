@@ -39,7 +39,7 @@ from outpace.files import parse_json, write_whole
 from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import SamplingParams
-from outpace.policies.arms import asks
+from outpace.policies.arms import sizes_to_weigh
 from outpace.policies.base import Policy, PolicyRow, within
 from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow
@@ -289,7 +289,7 @@ def _ask(
     whole = largest(one)
     full, shape = whole.max_nodes, whole.shape
     # A chain that is cut is the first part of the whole one; a tree is another one.
-    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in asks(whole))} if shape.beam else {full}
+    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in sizes_to_weigh(whole))} if shape.beam else {full}
     chain = row.verifier.chains_only or TREE not in machine.target.can
     drawn = Drawn.CHOSEN if row.warp.greedy else row.verifier.draws
     lease = Lease(machine.cache, row.slot, resumes=machine.tapped([row]) <= {spec})

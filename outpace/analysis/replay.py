@@ -257,7 +257,7 @@ class Replay:
     def _row(self, one: _Sequence, load: Load) -> tuple[PolicyRow, int]:
         """What the policy sees of a sequence, and what was asked of drafters for it."""
         text, position, left = one.walk.at(one.place)
-        least = self.policy.asks(one.state, load)
+        least = self.policy.preview_threshold(one.state, load)
         previews: dict[str, Sequence[float]] = {}
         if least is not None:
             for spec, drafter in text.drafters.items():
@@ -312,7 +312,7 @@ class Always(Policy):
         super().__init__(None)
         self.rule = rule
 
-    def asks(self, state: Any, load: Load) -> float | None:
+    def preview_threshold(self, state: Any, load: Load) -> float | None:
         """Nothing, if the rule drafts nothing."""
         return None if self.rule.least is None and self.rule.other is None else 0.0
 

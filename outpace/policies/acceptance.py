@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from outpace.policies.arms import asks
+from outpace.policies.arms import sizes_to_weigh
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
@@ -53,9 +53,9 @@ class Pool:
             scale = min(1.0, tuning.text / tries) if tries else 0.0
             self.add(hits * scale, tuning.hope * tries * scale, KEPT, level)
 
-    def asks(self, budget: Budget) -> Sequence[tuple[int, int]]:
+    def sizes_to_weigh(self, budget: Budget) -> Sequence[tuple[int, int]]:
         """Nodes and depths to weigh."""
-        return asks(budget)
+        return sizes_to_weigh(budget)
 
     def ratio(self, *kind: str | int) -> float:
         """Above 1 where more was kept than expected; that of the wider kind while nothing was seen."""

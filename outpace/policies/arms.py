@@ -28,7 +28,7 @@ def pick(
     best, found = batch / costs.passed(rows, load.context, batch), None
     for name, budget in drafters.items():
         level = costs.price(name, batch)
-        for nodes, depth in asks(budget):
+        for nodes, depth in sizes_to_weigh(budget):
             chance = min(0.98, chances[name])
             tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
             seconds = costs.passed(rows + batch * nodes, load.context, batch)
@@ -39,7 +39,7 @@ def pick(
 
 
 @cache
-def asks(budget: Budget) -> Sequence[tuple[int, int]]:
+def sizes_to_weigh(budget: Budget) -> Sequence[tuple[int, int]]:
     """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
     most, deepest = budget.max_nodes, budget.max_depth
     if budget.shape.parent_N is not None:

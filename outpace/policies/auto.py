@@ -85,7 +85,7 @@ class Auto(Policy):
             del self._pools[next(iter(self._pools))]
         return State(pools)
 
-    def asks(self, state: State, load: Load) -> float | None:
+    def preview_threshold(self, state: State, load: Load) -> float | None:
         """No previews for a sequence that is left out of this step."""
         return None if self._tick % (1 << state.quiet) else 0.0
 
@@ -120,7 +120,7 @@ class Auto(Policy):
             left = {name: {i: menu_B[i] for i in menu_B if i not in chosen} for name, menu_B in told.items()}
             tried = self._trial({**left, **menus}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
-        if tried is not None or 2 * self._guesses > prices.most:
+        if tried is not None or 2 * self._guesses > prices.foreseen:
             self._prices.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:

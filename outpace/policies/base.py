@@ -73,7 +73,7 @@ class Policy(ABC):
         """
         return None
 
-    def asks(self, state: Any, load: Load) -> float | None:
+    def preview_threshold(self, state: Any, load: Load) -> float | None:
         """How likely a guess must be kept, at least, to be worth a preview in such a batch; None if no
         previews are wanted for the sequence.
         """

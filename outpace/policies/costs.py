@@ -158,7 +158,7 @@ class Costs:
         """Seconds of one pass."""
         return self.passes(rows, context, batch)[0]
 
-    def most(self, batch: int) -> int:
+    def foreseen(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
         self._settle()
         tried = found.most if (found := self._passes.get(_power(batch))) else 0

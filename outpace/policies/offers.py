@@ -51,8 +51,8 @@ class Prices:
 
     def __init__(self, costs: Costs, load: Load, own: int, guesses: int) -> None:
         batch, rows = load.batch, own + load.beside if load.beside else load.batch
-        self.most = costs.most(batch)  # guesses of a pass whose cost is foreseen
-        self.plain, *more = costs.passes(rows, load.context, batch, min(self.most, costs.tuning.most))
+        self.foreseen = costs.foreseen(batch)  # guesses of a pass whose cost is foreseen
+        self.plain, *more = costs.passes(rows, load.context, batch, min(self.foreseen, costs.tuning.most))
         self.none = none = batch / self.plain  # tokens per second of steps without drafts
         self.rate = rate = max(none, costs.lately(batch))  # to beat
         # Of all sequences together. The first rows more may cost as much as several.
@@ -89,7 +89,7 @@ class Prices:
         best_D: dict[int, Offer] = {}
         row_R, hope, width = self.row_R, pool.tuning.hope * here, -1
         room, share = min(limit.max_depth, budget.max_depth), read / max(1, limit.max_depth)
-        for nodes, depth in pool.asks(budget):
+        for nodes, depth in pool.sizes_to_weigh(budget):
             if nodes > limit.max_nodes or depth > room or nodes >= len(row_R):
                 continue
             own = nodes if budget.shape.beam else 0
@@ -114,7 +114,7 @@ class Prices:
             guesses, kept = guesses + offer_B[i].rows, kept + offer_B[i].kept
             nodes, count = nodes + offer_B[i].nodes, round(guesses)
             gain = kept - self.pass_R[min(count, last)] * max(1.0, count / last)
-            if nodes <= self.most and gain > best:
+            if nodes <= self.foreseen and gain > best:
                 best, found = gain, {j: offer_B[j] for j in order[:n]}
         return found
 

@@ -8,7 +8,7 @@ from outpace.analysis.recording import Guess, Recorded, Text
 from outpace.analysis.replay import Always, Device, Replay, Rule, best_choice, replay, turning, whole
 from outpace.analysis.scenarios import scenarios
 from outpace.engine.portfolio import largest
-from outpace.policies.arms import asks
+from outpace.policies.arms import sizes_to_weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.tuning import Tuning
 from outpace.tree.shapes import budget
@@ -120,7 +120,9 @@ def test_a_recording_is_what_drafters_would_have_done(tmp_path):
         and same.previews_P is None
         and same.budget == largest(engine.method("draft_model[model=tiny]").preferred)
     )
-    assert set(same.guesses) >= {nodes for nodes, _ in asks(same.budget)}, "whatever `auto` may ask for"
+    assert set(same.guesses) >= {nodes for nodes, _ in sizes_to_weigh(same.budget)}, (
+        "whatever `auto` may ask for"
+    )
     # The target itself drafts, so all it drafts is right, as far as the text goes.
     full = same.budget.max_nodes
     for place, guess in enumerate(same.guesses[full]):

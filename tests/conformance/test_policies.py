@@ -78,7 +78,7 @@ def test_plans_of_a_deterministic_policy_follow_from_the_sequence_alone(policy):
 
 
 def test_previews_are_asked_for_by_those_who_read_them(policy):
-    wanted = policy.asks(policy.begin(), Load(1, 10))
+    wanted = policy.preview_threshold(policy.begin(), Load(1, 10))
     assert wanted is None or (policy.reads_previews and 0.0 <= wanted <= 1.0)
 
 

@@ -82,7 +82,7 @@ def test_trees_are_as_wide_and_as_deep_as_pays(case):
 
 def test_the_tree_test_can_fail(monkeypatch):
     """Planted bug: every tree has one level."""
-    monkeypatch.setattr(Pool, "asks", lambda self, budget: [(8, 1)])
+    monkeypatch.setattr(Pool, "sizes_to_weigh", lambda self, budget: [(8, 1)])
     assert bush_share("a good one") < 0.8
 
 
@@ -168,12 +168,14 @@ def test_sequences_without_drafts_are_looked_at_less_often():
         simulator.step(batch=16)
     asked = 0
     for _ in range(64):
-        asked += policy.asks(simulator.states[3], Load(16, 64)) is not None
+        asked += policy.preview_threshold(simulator.states[3], Load(16, 64)) is not None
         simulator.step(batch=16)
     assert asked == 64 // 2 ** Tuning().quiet
     alone = Simulator(policy, {"look": Fake([says(0.01, 1.0)])})
     alone.run(40)
-    assert policy.asks(alone.states[0], Load(1, 64)) == 0.0, "a single sequence is always looked at"
+    assert policy.preview_threshold(alone.states[0], Load(1, 64)) == 0.0, (
+        "a single sequence is always looked at"
+    )
 
 
 @pytest.mark.parametrize(("level", "drafts"), [(0.003, True), (0.03, False)])

@@ -188,6 +188,6 @@ def test_files_are_read_when_costs_are_first_asked_for():
 
 def test_guesses_of_unknown_cost_are_few():
     costs = Costs()
-    assert costs.most(1) == TUNING.first and Costs(CURVE).most(1) > 1000
+    assert costs.foreseen(1) == TUNING.first and Costs(CURVE).foreseen(1) > 1000
     costs.watch(record(7, 0.02, 0.001, 1, "m"))
-    assert costs.most(1) == 12
+    assert costs.foreseen(1) == 12

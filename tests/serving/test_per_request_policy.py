@@ -54,8 +54,8 @@ def test_previews_are_asked_for_where_they_are_read():
     mixed = PerRequestPolicy()
     auto = Auto(AutoConfig())
     load = Load(1, 100)
-    assert mixed.asks(Own(auto, auto.begin()), load) is not None
-    assert mixed.asks(Own(Fixed(FixedConfig()), None), load) is None
+    assert mixed.preview_threshold(Own(auto, auto.begin()), load) is not None
+    assert mixed.preview_threshold(Own(Fixed(FixedConfig()), None), load) is None
 
 
 @pytest.mark.parametrize("make", [lambda: Goodput(GoodputConfig()), lambda: Auto(AutoConfig())])
