@@ -21,10 +21,12 @@ from typing import Any, NamedTuple
 
 from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
-from outpace.policies.costs import Costs
+from outpace.policies.costs import PAGE, Costs
 from outpace.policies.offers import NONE, Offer, Prices
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
+
+_KEPT = 64  # keys whose counts are kept, and loads whose prices are
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,7 +83,7 @@ class Auto(Policy):
     def begin(self, key: str = "", greedy: bool = True) -> State:
         """Nothing is known of the sequence but what others of its kind taught."""
         pools = self._pools[key, greedy] = self._pools.pop((key, greedy), {})
-        if len(self._pools) > self.tuning.most:
+        if len(self._pools) > _KEPT:
             del self._pools[next(iter(self._pools))]
         return State(pools)
 
@@ -133,10 +135,10 @@ class Auto(Policy):
         return plans
 
     def _priced(self, own: int, load: Load) -> Prices:
-        key = own, load.beside, load.batch, load.context // 64
+        key = own, load.beside, load.batch, load.context // PAGE
         until, prices = self._prices.get(key, (0, None))
         if prices is None or until <= self._tick:
-            if len(self._prices) > self.tuning.most:
+            if len(self._prices) > _KEPT:
                 self._prices.clear()
             prices = Prices(self.costs, load, own, self._guesses)
             self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
@@ -190,7 +192,7 @@ class Auto(Policy):
             level = prices.level(name)
             loss, offer = min([(level * one.levels - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
-            if loss <= max(1.0, step / 8):  # while a lookup copies well, others wait
+            if loss <= 1.0:  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer
                 self._wait = (max(0.0, loss) + menu.read) / step / self.tuning.explore
                 return i

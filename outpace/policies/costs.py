@@ -23,6 +23,9 @@ from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import RowRecord, StepRecord
 
 T = TypeVar("T")
+PAGE = 64
+"""Positions of a context for which a price holds."""
+_WAITING = 64  # steps that costs were not read for, at most
 
 
 class Line:
@@ -55,7 +58,7 @@ class Line:
         uu, uv, vv = self._uu + one * tie * tie, self._uv - one * tie, self._vv + one
         det = uu * vv - uv * uv
         if det > 0.0 and u > 0.0:
-            self.a = max((vv * self._uy - uv * self._vy) / det, 0.02 * y / u, 1e-9)
+            self.a = max((vv * self._uy - uv * self._vy) / det, 1e-9)
             self.b = max((uu * self._vy - uv * self._uy) / det, 0.0)
         return y
 
@@ -103,18 +106,17 @@ class Costs:
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
-        self._fill: Callable[[], object] | None
-        self._seen: list[StepRecord]
-        self._table: dict[tuple[int, int], list[float]]
-        self._passes: dict[int, Passes]
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
         """Take a curve, in whose passes passes are then measured, and forget what steps taught about
         them. Without one, ``plain`` is 1 and ``more`` the guesses. Drafts keep their prices.
         """
-        self._curve, self._fill = curve, None
-        self._seen, self._table, self._passes = [], {}, {}
+        self._curve = curve
+        self._fill: Callable[[], object] | None = None
+        self._seen: list[StepRecord] = []
+        self._table: dict[tuple[int, int], list[float]] = {}
+        self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
         """Have ``fill`` called when costs are first read, as from a file, unless ``start`` comes before."""
@@ -161,8 +163,10 @@ class Costs:
     def foreseen(self, batch: int) -> int:
         """Guesses of a pass whose cost is foreseen: by a curve all, else twice of what was tried."""
         self._settle()
-        tried = found.most if (found := self._passes.get(_power(batch))) else 0
-        return 1 << 20 if self._curve is not None else max(self.tuning.first, batch // 4, 2 * tried)
+        if self._curve is not None:
+            return 1 << 20
+        tried, first = found.most if (found := self._passes.get(_power(batch))) else 0, self.tuning.first
+        return max(first, batch // first, 2 * tried)
 
     def price(self, drafter: str, sequences: int = 1) -> float:
         """Seconds of a level of so many sequences together; of a call each, where no model runs."""
@@ -184,7 +188,7 @@ class Costs:
         """Put a step by. Prompts teach nothing: their rows have no logits."""
         if not record.prompt and record.rows:
             self._seen.append(record)
-            if len(self._seen) >= self.tuning.most:
+            if len(self._seen) >= _WAITING:
                 self._settle()
 
     def _settle(self) -> None:
@@ -233,7 +237,7 @@ class Costs:
         known, plain = self._find(name), self.passed(1, 0, 1)
         level = (known.level or known.call) if known else 0.0
         level = level or self._supposed.get(name, self.tuning.part * plain)
-        return Line(level or 0.005 * plain, 0.0, self.tuning)
+        return Line(level, 0.0, self.tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
@@ -244,7 +248,7 @@ class Costs:
             return self.form(None, self.tuning.part if self._curve is None else 1.0, batch, self.tuning)
         a, b = near.a, near.b
         if self._curve is None:
-            a = max(b, 0.2 * a, a + b * (batch - near.size))
+            a = max(b, a + b * (batch - near.size))
         return self.form(a, b / a, batch, self.tuning)
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
@@ -253,9 +257,9 @@ class Costs:
             return range(1, guesses + 2)
         if len(self._table) > 256:
             self._table.clear()
-        found = self._table.setdefault((context // 64, batch), [])
+        found = self._table.setdefault((context // PAGE, batch), [])
         for more in range(len(found), guesses + 1):
-            found.append(self._curve.seconds(1 + more / batch, 64 * (context // 64), batch))
+            found.append(self._curve.seconds(1 + more / batch, context // PAGE * PAGE, batch))
         return found
 
 

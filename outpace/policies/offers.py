@@ -50,7 +50,7 @@ class Prices:
     """
 
     def __init__(self, costs: Costs, load: Load, own: int, guesses: int) -> None:
-        batch, rows = load.batch, own + load.beside if load.beside else load.batch
+        batch, rows = load.batch, own + load.beside
         self.foreseen = costs.foreseen(batch)  # guesses of a pass whose cost is foreseen
         self.plain, *more = costs.passes(rows, load.context, batch, min(self.foreseen, costs.tuning.most))
         self.none = none = batch / self.plain  # tokens per second of steps without drafts

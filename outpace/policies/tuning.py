@@ -1,4 +1,4 @@
-"""The constants of `auto` and of its cost model: all of them, with unit, reason and sensitivity."""
+"""The constants of `auto` and of its cost model: all that a decision depends on, with unit and reason."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuning:
-    """What `auto` does not measure. ``outpace analyze policy --ablate`` prints what each is worth."""
+    """What `auto` does not measure. ``outpace analyze policy --ablate --constants`` weighs each of them."""
 
     hope: float = 0.6
     """Probability that a level is kept of which nothing is known. High enough to be tried once."""
@@ -27,7 +27,8 @@ class Tuning:
     stall: float = 2.0
     """A step that takes so many times what was expected counts as that, unless the next does too."""
     first: int = 4
-    """Guesses of a first draft, while the cost of rows is unknown; after that twice what was tried."""
+    """Guesses of a first draft, while the cost of rows is unknown, and sequences of a batch for each; after
+    that twice what was tried."""
     most: int = 64
     """Guesses of one sequence, at most."""
     quiet: int = 4
