@@ -69,8 +69,8 @@ STUDIES = (
             *("", "steps=1", "steps=5", "steps=7", "refused=2", "refused=4", "noise=0.1"),
             *("loop.lr=0.002", "loop.lr=0.004", "loop.optimizer=muon", "loop.optimizer=muon loop.lr=0.002"),
         ),
-        "Levels that the network is trained behind itself (3 unless said), the weight of guesses behind a "
-        "refused one, noise on the features, and two optimizers. The rate is 0.0005 unless said.",
+        "The network is trained behind itself for 3 levels at a rate of 0.0005, unless said. Rows differ in "
+        "the weight of guesses behind a refused one, in noise on the features, and in the optimizer.",
         "The rate matters most: 0.002 brings 0.11 tokens per pass, 0.004 hardly less. Muon loses at the "
         "usual rate. One level alone makes the first guess better and all later ones useless. Five are no "
         "better than three within so few steps. Weights behind refused guesses and noise change nothing.",

@@ -182,7 +182,7 @@ def page(
     yield "## What the exits know\n"
     yield told(
         "Held-out text. *Same* counts the places where the exit's likeliest token is that of the whole "
-        "model; *overlap* is what sampling at temperature 1 keeps of its guesses. Layers in brackets had no "
+        "model. *Overlap* is what sampling at temperature 1 keeps of its guesses. Layers in brackets had no "
         "loss of their own."
     )
     yield "| layers | loss | perplexity | same | overlap |\n|---|---|---|---|---|"

@@ -131,7 +131,7 @@ def _explained(asked: Any, rows: Sequence[Row], use: dict[str, Any]) -> Iterator
     for name in sorted(name for name in names if [row["row"] for row in rows].count(name) > 1):
         steps = [f"{row['plan']['step_seconds']:.2f} s" for row in rows if row["row"] == name]
         yield (
-            f"`{name}` was trained on each set, to see how far sets and processors differ: in the order of "
+            f"`{name}` was trained on each set, to see how far sets and processors differ. In the order of "
             f"the table, a step took {' and '.join(steps)}."
         )
     most = max(row["trained"]["peak_memory_bytes"] for row in rows)

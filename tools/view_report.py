@@ -143,8 +143,8 @@ def rules(rows: Sequence[Row]) -> Iterator[str]:
         return
     yield "\n### Other ways to choose\n"
     yield told(
-        f"1024 of {some[0]['context']} tokens, the files' own text. *read*: coordinates of keys that are "
-        "read, 0 for all 64; *run*: neighbours chosen together; *every*: tokens from choice to choice."
+        f"1024 of {some[0]['context']} tokens, the files' own text. *Read* are coordinates of keys, 0 "
+        "for all 64. *Run* are neighbours chosen together, and *every* counts tokens from choice to choice."
     )
     yield "| settings | KL | equal | speed-up |"
     yield "|---|---|---|---|"
