@@ -332,11 +332,9 @@ class Feed:
     """Which committed rows its rows see (``outpace.models.views``, needs VIEWS); None: all."""
 
     @classmethod
-    def chain(
-        cls, slot: int, tokens: Sequence[int], want: tuple[int, ...] | None = None, start: int = 0
-    ) -> Feed:
-        """Tokens that follow each other; the first follows tail row ``start - 1``."""
-        return cls(slot, tuple(tokens), tuple(range(start - 1, start - 1 + len(tokens))), want)
+    def chain(cls, slot: int, tokens: Sequence[int], want: tuple[int, ...] | None = None) -> Feed:
+        """Tokens that follow each other."""
+        return cls(slot, tuple(tokens), tuple(range(-1, len(tokens) - 1)), want)
 
     @classmethod
     def tree(cls, slot: int, pending: int, draft: Draft) -> Feed:

@@ -27,6 +27,7 @@ from outpace.config import MethodSpec, needs_settings
 from outpace.drafters.base import ExpandingDrafter
 from outpace.engine.engine import Engine
 from outpace.models.base import LAYERS, TREE, Target
+from outpace.models.measured import dtype_name
 from outpace.params import SamplingParams
 from outpace.types import Feed
 
@@ -117,7 +118,7 @@ def check(
         done(spec, tally)
     return Report(
         model=target.name,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         device=target.device.type,
         promised=target.equal_rows,
         prompts=len(cases),

@@ -34,7 +34,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.errors import OutpaceError, RequestError
 from outpace.models.base import Target
-from outpace.models.measured import kept, machine, store
+from outpace.models.measured import dtype_name, kept, machine, store
 from outpace.params import SamplingParams
 from outpace.types import CostCurve, KnownDrafter, StepRecord
 
@@ -201,7 +201,7 @@ def measure(
     return Profile(
         model=target.name,
         digest=target.digest,
-        dtype=str(target.dtype).removeprefix("torch."),
+        dtype=dtype_name(target.dtype),
         threads=torch.get_num_threads(),
         device=machine(target.device),
         workload=workload,

@@ -16,6 +16,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import GenerationRequest, check
 from outpace.engine.results import Result
+from outpace.models.measured import dtype_name
 from outpace.params import SamplingParams
 from outpace.types import StepRecord
 
@@ -37,7 +38,7 @@ class Ours:
         self.method = method
         self.name = method.spec
         self.about: Mapping[str, Any] = {
-            "dtype": str(engine.target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(engine.target.dtype),
             "lossless": method.lossless(method.verifier),
             "synthetic": False,
         }

@@ -18,6 +18,7 @@ import torch
 from outpace import __version__
 from outpace.bench.records import Case
 from outpace.models.base import Target
+from outpace.models.measured import dtype_name
 
 _PACKAGES = ("torch", "transformers", "numpy", "tokenizers")
 _COMMIT = re.compile(r"[0-9a-f]{40,64}")
@@ -39,7 +40,7 @@ def provenance(
         "gpu": torch.cuda.get_device_name(target.device) if gpu else None,
         "device": str(target.device),
         "threads": torch.get_num_threads(),
-        "dtype": str(target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(target.dtype),
         "model": target.name,
         "note": target.note,
         "model_digest": target.digest,

@@ -16,6 +16,7 @@ from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, out
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
+from outpace.models.measured import dtype_name
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -93,11 +94,7 @@ def generate(
     engine.remember()
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
     remarks = notes(engine, params)
-    about = {
-        "model": engine.target.name,
-        "dtype": str(engine.target.dtype).removeprefix("torch."),
-        "notes": remarks,
-    }
+    about = {"model": engine.target.name, "dtype": dtype_name(engine.target.dtype), "notes": remarks}
     if not as_json:
         for line in remarks:
             show.note(f"outpace: {line}")

@@ -12,14 +12,13 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import Result
 from outpace.sampling import TokenLogprobs
+from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
 from outpace.server.figures import metrics as metrics
 from outpace.server.parsing import ClientRequest
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
-
-Json = dict[str, Any]
 
 _LOWEST = -9999.0  # JSON has no infinity; clients know this number
 

@@ -20,7 +20,8 @@ from starlette.responses import Response
 
 from outpace import __version__
 from outpace.engine.results import Result
-from outpace.server.answers import ChatWriter, CompletionWriter, Json, Writer
+from outpace.models.measured import dtype_name
+from outpace.server.answers import ChatWriter, CompletionWriter, Writer
 from outpace.server.description import describe
 from outpace.server.dialects import messages, responses
 from outpace.server.dialects.messages import CountBody, MessagesBody
@@ -29,8 +30,16 @@ from outpace.server.dialects.messages_answers import MessagesWriter, in_form
 from outpace.server.dialects.responses import ResponsesBody
 from outpace.server.dialects.responses_answers import PATH as RESPONSES
 from outpace.server.dialects.responses_answers import ResponsesWriter
-from outpace.server.encoding import JsonResponse, to_json
-from outpace.server.errors import MISTAKES, ApiError, error_body, from_defect, from_mistake, from_validation
+from outpace.server.encoding import Json, JsonResponse, to_json
+from outpace.server.errors import (
+    MISTAKES,
+    ApiError,
+    error_body,
+    from_defect,
+    from_mistake,
+    from_validation,
+    stopping,
+)
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
@@ -124,7 +133,7 @@ class Server:
             "owned_by": "outpace",
             "root": target.name,
             "max_model_len": target.max_positions,
-            "dtype": str(target.dtype).removeprefix("torch."),
+            "dtype": dtype_name(target.dtype),
             "device": str(target.device),
             "threads": torch.get_num_threads(),
             "drafters": list(self.service.drafters),
@@ -299,13 +308,9 @@ def _tools(app: FastAPI, server: Server) -> None:
     @app.get("/health")
     async def health() -> Response:
         if server.service.closing:
-            broken = server.service.broken is not None
-            raise ApiError(
-                503,
-                "the service has broken down; start the server anew"
-                if broken
-                else "the server is stopping; try again elsewhere",
-            )
+            if server.service.broken is not None:
+                raise ApiError(503, "the service has broken down; start the server anew")
+            raise stopping()
         return JsonResponse({"status": "ok"})
 
     @app.get("/version")

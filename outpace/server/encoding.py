@@ -7,6 +7,8 @@ from typing import Any
 
 from starlette.responses import Response
 
+Json = dict[str, Any]
+
 _BREAKS = {code: f"\\u{code:04x}" for code in (0x85, 0x2028, 0x2029)}
 """Ends of lines for some readers of event streams, who would cut an event there. JSON itself
 escapes those of ASCII; inside its strings, where alone they can stand, these may be escaped."""

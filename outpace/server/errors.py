@@ -54,6 +54,10 @@ class ApiError(HTTPException):
         return error_body(self.status_code, self.message, self.param, self.code)
 
 
+def stopping(headers: Mapping[str, str] | None = None) -> ApiError:
+    return ApiError(503, "the server is stopping; try again elsewhere", headers=headers)
+
+
 def error_body(
     status: int, message: str, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from outpace.engine.results import DrafterCounts, Result
-
-Json = dict[str, Any]
+from outpace.server.encoding import Json
 
 
 def metrics(results: Sequence[Result]) -> Json | None:

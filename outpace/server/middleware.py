@@ -13,7 +13,7 @@ from outpace.server.dialects.messages_answers import in_form
 from outpace.server.dialects.responses_answers import PATH as RESPONSES
 from outpace.server.dialects.responses_answers import fault
 from outpace.server.encoding import JsonResponse, to_json
-from outpace.server.errors import ApiError, from_defect
+from outpace.server.errors import ApiError, from_defect, stopping
 from outpace.server.limits import Limits
 from outpace.server.metrics import Meters
 from outpace.server.sse import event
@@ -188,7 +188,7 @@ class Stopping:
                 await asyncio.wait_for(self._say(begun, scope, receive, send), _LAST_WORDS)
 
     async def _say(self, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
-        error = ApiError(503, "the server is stopping; try again elsewhere", headers={"Connection": "close"})
+        error = stopping({"Connection": "close"})
         if begun is None:
             await JsonResponse(in_form(scope["path"], error.body(), 503), 503, error.headers)(
                 scope, receive, send

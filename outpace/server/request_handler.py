@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
-from outpace.server.errors import ApiError, from_defect, from_mistake
+from outpace.server.errors import ApiError, from_defect, from_mistake, stopping
 from outpace.server.metrics import Meters
 from outpace.server.parsing import ClientRequest
 from outpace.serving.batch import Ticket
@@ -89,7 +89,7 @@ class RequestHandler:
                 if isinstance(event, Done):
                     self._left -= 1
                     if event.result.finish_reason == "cancelled":
-                        raise ApiError(503, "the server is stopping; try again elsewhere")
+                        raise stopping()
                 yield event
         finally:
             late.cancel()

@@ -24,7 +24,8 @@ from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-Json = dict[str, Any]
+from outpace.server.encoding import Json
+
 _Scan = Generator[None, str, str]
 """Takes characters, one per ``send``; the empty one ends the text. Gives the last one it read."""
 

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import RequestError
+from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
 from outpace.server.schema import NamedTool, Tool, too_deep
 from outpace.server.structured_output import StructuredOutput
 from outpace.server.tool_parser import HERMES, LLAMA3, MISTRAL, Format, special_marks
-
-Json = dict[str, Any]
 
 _NAME = "probe_function"
 _PROBE: Json = {

@@ -21,6 +21,7 @@ from outpace.errors import ModelError
 from outpace.files import filled, replaced, write_whole
 from outpace.models.base import Target
 from outpace.models.families import HF_ACTIVATIONS, DecoderConfig
+from outpace.models.measured import dtype_name
 from outpace.models.rope import Rope
 
 DTYPE = torch.bfloat16
@@ -59,7 +60,7 @@ def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
         "attention_bias": decoder.qkv_bias,
         "mlp_bias": decoder.mlp_bias,
         "tie_word_embeddings": decoder.tied_head,
-        "torch_dtype": str(DTYPE).removeprefix("torch."),
+        "torch_dtype": dtype_name(DTYPE),
     }
     again = dataclasses.replace(DecoderConfig.from_hf(said), family=decoder.family)
     lost = [

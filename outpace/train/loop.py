@@ -33,6 +33,7 @@ from outpace.train.batches import Batch
 from outpace.train.distributed import ProcessGroup
 from outpace.train.memory import Holes, keep_freed_memory
 from outpace.train.objective import Objective, Step
+from outpace.train.progress import clock_text
 
 LOSS_SHARE = 4
 """One in so many of the held-out tokens is read for the loss, too."""
@@ -145,7 +146,7 @@ class Progress:
     def line(self) -> str:
         text = (
             f"step {self.step} epoch {self.epoch} loss {self.loss:.4f} rate {self.rate:.1e} "
-            f"{self.tokens_per_second:.0f} tokens/s, {clock(self.left)} left"
+            f"{self.tokens_per_second:.0f} tokens/s, {clock_text(self.left)} left"
         )
         if self.acceptance:
             depths = " ".join(f"{one:.3f}" for one in self.acceptance)
@@ -180,13 +181,6 @@ class _State:
     since_best: int = 0
     history: list[dict[str, Any]] = field(default_factory=list)
     early: bool = False
-
-
-def clock(seconds: float) -> str:
-    """``1:02:03`` or ``2:03``."""
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def emitted(acceptance: Iterable[float]) -> float:

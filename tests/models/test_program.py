@@ -143,7 +143,7 @@ def test_a_row_gets_the_same_bits_in_any_company(made):
         for start in (0, 1, 7, 39):
             if start:
                 compiled.score([Feed.chain(0, tokens[:start])], cache)
-            alone = compiled.score([Feed.chain(0, [tokens[start]], start=start)], cache).logits_TV
+            alone = compiled.score([Feed(0, (tokens[start],), (start - 1,))], cache).logits_TV
             assert torch.equal(alone[0], whole[start])
             cache.drop(0)
 

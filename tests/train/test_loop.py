@@ -17,8 +17,9 @@ from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
 from outpace.train import checkpoint, curves, optimizers
 from outpace.train.batches import Batch
-from outpace.train.loop import LoopConfig, Progress, clock, emitted, train
+from outpace.train.loop import LoopConfig, Progress, emitted, train
 from outpace.train.objective import Step
+from outpace.train.progress import clock_text
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")
@@ -236,7 +237,7 @@ def test_progress_says_what_matters(tmp_path):
     assert "acceptance 0.500, emitted 1.50" in seen[1].line() and "acceptance" not in seen[0].line()
     assert seen[0].line().startswith("step 1 epoch 0 loss 1.0000 ") and "tokens/s" in seen[0].line()
     assert seen[-1].left == 0 and seen[0].left > 0 and seen[5].tokens_per_second > 0
-    assert clock(3725) == "1:02:05" and clock(65) == "1:05"
+    assert clock_text(3725) == "1:02:05" and clock_text(65) == "0:01:05"
     assert emitted([0.5, 0.5]) == pytest.approx(1.75)
     one = Progress(
         step=1,

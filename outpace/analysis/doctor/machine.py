@@ -17,6 +17,7 @@ from outpace.analysis.roofline import read_bandwidth
 from outpace.kernels.compiled import described, library
 from outpace.models.base import Target
 from outpace.models.load import fast_dtype
+from outpace.models.measured import dtype_name
 
 _WATCH = 0.5
 """Seconds for which one thread spins while the machine is watched."""
@@ -82,8 +83,8 @@ def facts(target: Target) -> Facts:
         compiled=not on_cpu or library() is not None,
         code=described() if on_cpu else "",
         on_cpu=on_cpu,
-        dtype=_name(target.dtype),
-        fast_dtype=_name(fast_dtype(target.device)),
+        dtype=dtype_name(target.dtype),
+        fast_dtype=dtype_name(fast_dtype(target.device)),
     )
 
 
@@ -140,10 +141,6 @@ def check(seen: Facts, to: Diagnosis) -> None:
             f"{seen.dtype}, where {seen.fast_dtype} is multiplied faster",
             "--dtype auto",
         )
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _ticks() -> dict[str, int]:

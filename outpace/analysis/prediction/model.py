@@ -27,6 +27,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.fields import brief, read_json
 from outpace.models.fused import stored as cache_dtype
 from outpace.models.load import fast_dtype
+from outpace.models.measured import dtype_name
 from outpace.models.places import Place
 from outpace.models.products import CODED, stored_bytes, works
 from outpace.models.quantize import KINDS
@@ -104,7 +105,7 @@ class Planned:
 
 def planned(target: Decoder) -> Planned:
     """A model that is loaded, as it is. A drafter that was trained may have a head of fewer tokens."""
-    forms = [target.quantize] if target.quantize else [dtype_text(target.dtype), "stored", *KINDS]
+    forms = [target.quantize] if target.quantize else [dtype_name(target.dtype), "stored", *KINDS]
     places, kind = target.checkpoint.places, target.device.type
     config, head = target.config, target.unembedding(None).outputs
     if head != config.vocab_size:
@@ -147,12 +148,8 @@ def read(
     computed = getattr(torch, dtype) if dtype in _SIZE else _fast(kind)
     form = quantize or dtype
     if form == "auto":
-        form = "stored" if coded and kind != CUDA and (kind != CPU or works()) else dtype_text(computed)
+        form = "stored" if coded and kind != CUDA and (kind != CPU or works()) else dtype_name(computed)
     return _plan(title, config, places, form, computed, kind, cache)
-
-
-def dtype_text(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _fast(kind: str) -> torch.dtype:
@@ -198,7 +195,7 @@ def shaped(name: str, shape: Mapping[str, Any], *, kind: str = CPU, quantize: st
     """
     config = decoder_from_json(shape, Path(name))
     computed = _fast(kind)
-    return _plan(name, config, {}, quantize or dtype_text(computed), computed, kind, "auto")
+    return _plan(name, config, {}, quantize or dtype_name(computed), computed, kind, "auto")
 
 
 def _config_file(name: str, path: Path) -> Path | None:
@@ -237,7 +234,7 @@ def _plan(
         config.attention_softcap,
     )
     if cache == "auto":
-        cache = dtype_text(dtype if kind == METAL else cache_dtype(shape, dtype, torch.device(kind)))
+        cache = dtype_name(dtype if kind == METAL else cache_dtype(shape, dtype, torch.device(kind)))
     holder = _Holder(config, places, form, dtype, kind, compiled)
     embedding = "model.embed_tokens.weight"
     by_rows = form == "stored" and embedding in places and places[embedding].kind in CODED
@@ -251,7 +248,7 @@ def _plan(
         name=name,
         config=config,
         form=form,
-        dtype=dtype_text(dtype),
+        dtype=dtype_name(dtype),
         cache=cache,
         widths=Widths(weight=number, activation=between, residual=4, cache=_SIZE[cache]),
         held=held,

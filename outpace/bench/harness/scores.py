@@ -20,6 +20,7 @@ from outpace.bench.harness.tasks import Task
 from outpace.bench.stats import add_up
 from outpace.engine.engine import Engine
 from outpace.errors import OutpaceError, RequestError
+from outpace.models.measured import dtype_name
 
 PLAIN = "none"
 CLOSE = 1e-4
@@ -106,7 +107,7 @@ def evaluate(
         tick(spec, 1)
     return {
         "model": engine.target.name,
-        "dtype": str(engine.target.dtype).removeprefix("torch."),
+        "dtype": dtype_name(engine.target.dtype),
         "promised": engine.target.equal_rows,
         "runs": list(runs.values()),
         "tasks": [compared(name, found) for name in found[PLAIN]["samples"]],

@@ -15,6 +15,7 @@ from outpace.errors import ModelError
 from outpace.methods.dflash.files import read_block_drafter
 from outpace.methods.dflash.net import CONFIDENCE, W1
 from outpace.models.base import Target
+from outpace.models.measured import dtype_name
 from outpace.train.llama import DTYPE, class_of, hf_config, write
 
 FORMATS = ("speculators",)
@@ -71,7 +72,7 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
         sample_from_anchor=shape.from_anchor,
         sliding_window_non_causal=True,
         tie_word_embeddings=False,
-        torch_dtype=str(DTYPE).removeprefix("torch."),
+        torch_dtype=dtype_name(DTYPE),
         **more,
     )
     vocabulary = maps(None if file.vocab is None else file.vocab.to_target_D, target)

@@ -24,6 +24,7 @@ from outpace.errors import ModelError
 from outpace.methods.eagle3.files import Head, default_taps, read_head
 from outpace.methods.eagle3.net import CONFIDENCE
 from outpace.models.base import Target
+from outpace.models.measured import dtype_name
 from outpace.train.llama import DTYPE, class_of, hf_config, write
 
 FORMATS = ("speculators", "eagle3")
@@ -79,7 +80,7 @@ def _speculators(head: Head, target: Target, verifier: str) -> tuple[dict[str, A
         embed_requires_grad=False,
         eagle_aux_hidden_state_layer_ids=layer_numbers(shape.taps),
         tie_word_embeddings=False,
-        torch_dtype=str(DTYPE).removeprefix("torch."),
+        torch_dtype=dtype_name(DTYPE),
     )
     return config, _head_tensors(head, target)
 

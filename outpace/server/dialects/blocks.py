@@ -9,7 +9,8 @@ from typing import Any, Literal
 from pydantic import Discriminator
 
 from outpace.engine.results import Result
-from outpace.server.answers import ChatWriter, Json
+from outpace.server.answers import ChatWriter
+from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
 from outpace.server.schema import Answered, Body, ChatBody
 from outpace.server.tool_parser import Found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, Tag
 
 from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
+from outpace.server.encoding import Json
 from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, Texts
-
-Json = dict[str, Any]
 
 
 class CacheControl(Body):

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from outpace.engine.results import Result
-from outpace.server.answers import Json
 from outpace.server.dialects.blocks import Block, BlockWriter, Happened
+from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
 
 PATH = "/v1/messages"
