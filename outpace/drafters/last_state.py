@@ -57,7 +57,7 @@ N = TypeVar("N", bound=Network)
 
 
 def unit(embed: Tensor) -> Tensor:
-    """Embeddings [..., H] with mean square 1, whatever the scale of the target's; float32."""
+    """Vectors [..., H] with mean square 1, whatever the scale of the target's; float32."""
     return F.rms_norm(embed.float(), (embed.shape[-1],), eps=_EPS)
 
 

@@ -1,1 +1,1 @@
-"""The method cascade."""
+"""A draft model that is itself drafted for, and cheaper drafters behind it."""

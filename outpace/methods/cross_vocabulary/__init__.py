@@ -1,1 +1,1 @@
-"""The method cross_vocabulary."""
+"""Draft models with a tokenizer of their own."""

@@ -1,1 +1,1 @@
-"""The method dflash."""
+"""Blocks of guesses in one pass: DFlash, DSpark and JetSpec."""

@@ -34,9 +34,9 @@ from itertools import accumulate
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from outpace.cache.dense import DenseCache
+from outpace.drafters.last_state import unit
 from outpace.models.attention import HeadShape, Span
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
@@ -47,17 +47,10 @@ from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
 from outpace.models.seen import Seen
 
-EPS = 1e-6
-"""Added to mean squares by ``unit``."""
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
 """Names of the heads' tensors."""
 _CONTEXT = 2
 """Which count of rows is that of the context; see `outpace.models.plan`."""
-
-
-def unit(x: Tensor) -> Tensor:
-    """Vectors of mean square 1, float32; any shape."""
-    return F.rms_norm(x.float(), (x.shape[-1],), eps=EPS)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

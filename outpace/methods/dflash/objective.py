@@ -30,11 +30,12 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor
 
+from outpace.drafters.last_state import unit
 from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.dflash.files import write_shape
-from outpace.methods.dflash.net import CONFIDENCE, BlockShape, unit
+from outpace.methods.dflash.net import CONFIDENCE, BlockShape
 from outpace.methods.dflash.training_net import BlockNet, take
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.models.decoder import Decoder

@@ -1,1 +1,1 @@
-"""The method draft_model."""
+"""A smaller language model with the tokenizer of the target, and heads that foresee acceptance."""

@@ -1,1 +1,1 @@
-"""The method eagle3."""
+"""EAGLE heads: one decoder layer over features of the target; checkpoints of EAGLE-1 to EAGLE-3."""

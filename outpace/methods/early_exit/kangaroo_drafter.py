@@ -31,6 +31,7 @@ from torch import Tensor
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.features import TrainedConfig
 from outpace.drafters.shallow import Doubt, ShallowRows
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
@@ -43,16 +44,10 @@ _CHAIN, _TREE = 0.6, 0.4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KangarooConfig:
-    """Settings of the drafter."""
-
-    model: str | None = None
-    """Folder of the adapter; without it, the one trained for the target."""
+class KangarooConfig(TrainedConfig):
     threshold: float | None = None
     """A branch ends after a token less likely than this; 0 never ends one. Without it, 0.6 in
     chains and 0.4 in trees."""
-    quantize: str | None = "int8"
-    """Round its weights to int8 or int4, where compiled code multiplies them; none keeps them."""
 
     def __post_init__(self) -> None:
         if self.threshold is not None and not 0 <= self.threshold <= 1:

@@ -1,1 +1,1 @@
-"""The method grammar."""
+"""Guesses where the form of an answer leaves no choice."""

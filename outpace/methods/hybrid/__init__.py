@@ -1,1 +1,1 @@
-"""The method hybrid."""
+"""One tree of a lookup and a trained head."""

@@ -1,1 +1,1 @@
-"""The method layer_skip."""
+"""The target without some attentions and MLPs as a drafter; nothing is trained."""

@@ -1,1 +1,1 @@
-"""The method medusa."""
+"""Heads on the last hidden state: Medusa, and Hydra, whose heads read the guesses before them."""

@@ -1,1 +1,1 @@
-"""The method ouroboros."""
+"""A draft model that writes with phrases, which also lengthen its drafts."""

@@ -1,1 +1,1 @@
-"""The method ppd."""
+"""Prompt tokens that ride in the target's pass, and guess (parallel prompt decoding)."""

@@ -1,1 +1,1 @@
-"""The method s2d."""
+"""Sorted exits of the target as drafters, and a classifier that stops or goes deeper."""

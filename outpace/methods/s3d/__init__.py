@@ -1,1 +1,1 @@
-"""The method s3d."""
+"""The target's outer layers and trained masks: several guesses in one short pass."""

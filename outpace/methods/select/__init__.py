@@ -1,1 +1,1 @@
-"""The method select."""
+"""Several drafters at once, and of their guesses the likeliest in one tree."""

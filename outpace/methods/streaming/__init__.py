@@ -1,1 +1,1 @@
-"""The methods streaming and coral."""
+"""Streams that enter the target's own pass at a middle layer and guess ahead: streaming and coral."""

@@ -1,1 +1,1 @@
-"""gguf."""
+"""GGUF files: metadata, tokenizers, and weights as stored."""

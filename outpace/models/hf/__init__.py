@@ -1,1 +1,1 @@
-"""hf."""
+"""Models of transformers as targets."""

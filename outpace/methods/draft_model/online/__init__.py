@@ -1,1 +1,1 @@
-"""online."""
+"""A draft model that learns from what a server refuses."""
