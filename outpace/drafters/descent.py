@@ -104,17 +104,16 @@ def note(cache: DenseCache, branches: Sequence[Branch[Any]], found: Found) -> No
         state.row |= {node + row: at + row for row in range(rows)}
 
 
-def levels_of(found: Found, count: int, id_D: Tensor | None) -> list[Level]:
-    """What was found, level by level, for so many sequences."""
+def levels_of(found: Found, rows: Sequence[DraftRow[Any]], id_D: Tensor | None) -> list[Level]:
+    """What was found, level by level. Distributions are those of rows that draw; others have none."""
     listed: list[Level] = []
     for level in range(found.levels):
-        at = slice(level * count, (level + 1) * count)
-        law_BD = [None] * count if found.law_LBD is None else found.law_LBD[level]
-        listed.append(
-            (
-                found.token_LB[at],
-                found.prob_LB[at],
-                [law if law is None else Law(law, id_D) for law in law_BD],
-            )
-        )
+        at = slice(level * len(rows), (level + 1) * len(rows))
+        law_B: list[Law | None] = [None] * len(rows)
+        if found.law_LBD is not None:
+            law_B = [
+                None if row.drawn is Drawn.CHOSEN else Law(law, id_D)
+                for row, law in zip(rows, found.law_LBD[level], strict=True)
+            ]
+        listed.append((found.token_LB[at], found.prob_LB[at], law_B))
     return listed

@@ -182,7 +182,7 @@ class RowDrafter(FeatureDrafter[RowState]):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
         self._took(out.head(found.levels * count).tensor.clone(), found.levels * count)
-        return levels_of(found, len(rows), self._id_D)
+        return levels_of(found, rows, self._id_D)
 
     def spread(
         self, trees: Sequence[Growing], branches: Sequence[Branch[RowState]]

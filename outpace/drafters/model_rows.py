@@ -134,7 +134,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
             found = programs.descend(start, picks, self._id_D, self._vocab_size)
         self.clock.count += found.levels - 1
         note(cache, branches, found)
-        return levels_of(found, len(rows), self._id_D)
+        return levels_of(found, rows, self._id_D)
 
     @property
     def _programs(self) -> Programs | None:

@@ -22,6 +22,11 @@ WARPS = {
     "truncated": (Drawn.IID, {"temperature": 0.8, "top_k": 5}),
     "penalized": (Drawn.DISTINCT, {"temperature": 0.8, "repetition_penalty": 1.3}),
 }
+MIXED = {
+    "greedy and coins": ("greedy", "coins", "greedy"),
+    "coins and greedy": ("coins", "greedy", "likeliest"),
+    "greedy and races": ("greedy", "races", "races"),
+}
 pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
 
 
@@ -42,8 +47,9 @@ def second():
     return drafter, [drafter.begin(Request(prompt=tuple(text))) for text in TEXTS], own.vocab_size
 
 
-def proposed(made_of, drawn, settings, depths, descends):
+def proposed(made_of, kind, depths, descends):
     """Drafts, and how many levels were gone down in one call."""
+    kinds = [WARPS[one] for one in MIXED.get(kind, (kind,) * len(TEXTS))]
     drafter, states, size = made_of()
     gone, descend, spread = [], drafter.descend, drafter.spread
 
@@ -66,7 +72,7 @@ def proposed(made_of, drawn, settings, depths, descends):
             Warp(SamplingParams(**settings), text, frozenset(), size),
             drawn,
         )
-        for state, text, depth in zip(states, TEXTS, depths, strict=True)
+        for state, text, depth, (drawn, settings) in zip(states, TEXTS, depths, kinds, strict=True)
     ]
     drafts = [drafter.propose(rows) for _ in range(2)]
     assert all(
@@ -78,12 +84,11 @@ def proposed(made_of, drawn, settings, depths, descends):
 
 
 @pytest.mark.parametrize("made_of", [eagle, second])
-@pytest.mark.parametrize("kind", WARPS)
+@pytest.mark.parametrize("kind", [*WARPS, *MIXED])
 @pytest.mark.parametrize("depths", [(5, 5, 5), (6, 3, 1), (2, 2, 4), (1, 2, 2)])
 def test_a_descent_gives_the_same_drafts(made_of, kind, depths):
-    drawn, settings = WARPS[kind]
-    ours, count, gone = proposed(made_of, drawn, settings, depths, True)
-    theirs, expected, none = proposed(made_of, drawn, settings, depths, False)
+    ours, count, gone = proposed(made_of, kind, depths, True)
+    theirs, expected, none = proposed(made_of, kind, depths, False)
     assert (gone > 0) == (kind not in ("truncated", "penalized") and depths != (1, 2, 2)) and none == 0
     assert count == expected
     for mine, other in zip(ours, theirs, strict=True):
@@ -98,12 +103,12 @@ def test_the_number_of_threads_changes_no_bit(kind, monkeypatch):
     found = []
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        drafts, _, gone = proposed(eagle, *WARPS[kind], (5, 5, 5), True)
+        drafts, _, gone = proposed(eagle, kind, (5, 5, 5), True)
         assert gone
         found.append([(one.token_N, [law.prob_S.tolist() for law in one.laws]) for one in drafts])
     assert found[0] == found[1] == found[2]
 
 
 def test_the_first_level_of_features_goes_along():
-    _, passes, gone = proposed(eagle, Drawn.CHOSEN, {"temperature": 0}, (5, 5, 5), True)
+    _, passes, gone = proposed(eagle, "greedy", (5, 5, 5), True)
     assert passes == gone == 10, "two drafts of five levels, all of them in one call each"
