@@ -20,6 +20,7 @@ from outpace.engine.requests import GenerationRequest
 from outpace.engine.results import Counters, DrafterCounts, Result
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
+from outpace.errors import OutpaceError
 from outpace.machine import Machine
 from outpace.serving.events import Done, Event, Failed, Listener, ServiceStats, Tokens
 from outpace.serving.memory import Memory
@@ -218,7 +219,9 @@ class Batch:
         self._passes += 1
         try:
             part = self._scheduler.advance()
-        except Exception:
+        except Exception as error:
+            if not isinstance(error, OutpaceError):  # a defect, though most answers go on as if nothing was
+                LOG.error("a pass over %d answers failed; each goes on alone", len(before), exc_info=error)
             part = self._one_by_one(before)
         for row in part:
             if row.error is None and row.new_tokens <= 1:

@@ -11,8 +11,9 @@ lately, and then
     hybrid[lookup=suffix head=eagle3]
     hybrid[lookup=prompt_lookup head=dflash]
 
-Where chains alone can be checked, the one that promises more drafts. The head is any drafter that expands
-nodes, the lookup any that states chances; both see every step.
+Where chains alone can be checked, or the user's own processors say what may follow, the one that promises
+more drafts. The head is any drafter that expands nodes, the lookup any that states chances. Both see every
+step.
 
 Pays where texts repeat in part: questions about a passage, edits, code. Where nothing repeats it is the
 head, and a look-up more.
@@ -146,7 +147,7 @@ class Hybrid(WrappingDrafter[_State]):
             state.asked = self._asks(row)
             if state.asked:
                 mine = replace(row, state=state.head)
-                if not row.chain:
+                if not _apart(row):
                     mine = replace(mine, grower=partial(Union, planted=state.planted))
                 asked.append((i, mine))
         answers = self.head.propose([row for _, row in asked]) if asked else []
@@ -179,7 +180,7 @@ class Hybrid(WrappingDrafter[_State]):
         first = sum(
             own for own, parent in zip(planted.own_N, planted.parent_N, strict=True) if parent == ROOT
         )
-        if row.chain:  # one or the other
+        if _apart(row):
             return state.kept - self._price(row).level(0) > sum(planted.value_N)
         return (1.0 - first) * state.kept > self._price(row).level(0)
 
@@ -219,6 +220,13 @@ def _learn(state: _State, outcome: Outcome) -> None:
                         state.joint.learn(stated, state.planted.said[node], right)
     if state.asked and not path and not outcome.verdict.censored:
         state.kept += RATE * (len(outcome.verdict.kept) - state.kept)
+
+
+def _apart(row: DraftRow[_State]) -> bool:
+    """Whether lookup and head draft alone. A processor need not know texts that it forbids, so nothing is
+    expanded below guesses that it was not asked about.
+    """
+    return row.chain or bool(row.warp.params.processors)
 
 
 def _only(draft: Draft, count: int) -> Draft:

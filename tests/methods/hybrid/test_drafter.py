@@ -123,3 +123,21 @@ def test_what_cannot_be_joined_is_said():
     ):
         with pytest.raises(SpecError, match=message):
             engine.method(spec)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("head", ["draft_model[model=tiny]", "draft_model[model=tiny layers=1]"])
+def test_processors_are_asked_about_texts_that_they_allow_alone(head, temperature):
+    prompt = (5, 9, 11, 7, 5, 9, 30, 8, 5, 9, 11, 2, 5, 9, 31, 6, 5)
+    answer = [9, 40, 5, 9, 41, 5, 9, 42]
+
+    def one_text(tokens, logits):
+        said = list(tokens[len(prompt) :])
+        assert said == answer[: len(said)], "nothing may follow a text that is forbidden"
+        found = torch.full_like(logits, -torch.inf)
+        found[answer[len(said)]] = 0.0
+        return found
+
+    settings = {"temperature": temperature, "max_new_tokens": len(answer) - 1, "processors": (one_text,)}
+    engine = Engine.load("tiny", drafter=f"hybrid[lookup=prompt_lookup head={head}]", dtype="float32")
+    assert list(engine.generate(prompt, SamplingParams(**settings)).tokens) == answer[:-1]
