@@ -70,6 +70,9 @@ def train(
     start: Path | None = option(
         None, "Begin with the weights and the vocabulary of this drafter of the method.", metavar="DIR"
     ),
+    mean_with: list[Path] | None = option(
+        None, "With --start: begin with the mean of its weights and of these. Repeatable.", metavar="DIR"
+    ),
     out: Path | None = output(
         None, "Write the drafter here.", "-o", metavar="DIR", shown="where --drafter METHOD finds it"
     ),
@@ -129,6 +132,7 @@ def train(
         out=out,
         resume=resume,
         start=start,
+        mean_with=mean_with or (),
         say=_say,
     )
     if tokens is not None and not corpus and (store := pipeline.stored) and store.answer_tokens < tokens:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from outpace import Engine, ModelError, OutpaceError, RequestError, SpecError, UnknownNameError
 from outpace.drafters.trained import read_measured, read_tensors
@@ -184,6 +185,28 @@ def test_training_begins_where_another_ended(engine, made, tmp_path):
         )
     with pytest.raises(ModelError, match="holds no config"):
         Pipeline(engine, still, work=pipeline.work, start=tmp_path, say=quiet)
+
+
+def test_training_may_begin_with_a_mean(engine, made, tmp_path):
+    pipeline, result = made
+    still = read_options("draft_model", [*SETTINGS, "loop.lr=1e-12", "pipeline.vocab=32"], 1500)
+    other = tmp_path / "other"
+    shutil.copytree(result.folder, other)
+    old = read_tensors(other)
+    doubled = {name: 3 * one if one.is_floating_point() else one for name, one in old.items()}
+    save_file(doubled, other / "model.safetensors")
+    settings = {"work": pipeline.work, "out": tmp_path / "mean", "say": quiet}
+    more = Pipeline(engine, still, start=result.folder, mean_with=[other], **settings)
+    made_more = more.run(report=quiet)
+    new = read_tensors(made_more.folder)
+    for name, one in old.items():
+        assert torch.allclose(
+            new[name].float(), (2 if one.is_floating_point() else 1) * one.float(), rtol=1e-2
+        )
+    (told,) = made_more.provenance["start"]["mean_with"]
+    assert told["sha256"] == hashlib.sha256(weights(other)).hexdigest()
+    with pytest.raises(RequestError, match="--start as well"):
+        Pipeline(engine, still, mean_with=[other], **settings)
 
 
 def test_data_are_made_once(engine, made, monkeypatch, tmp_path):
