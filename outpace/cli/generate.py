@@ -16,7 +16,6 @@ from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, out
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, reading
-from outpace.models.measured import dtype_name
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -90,6 +89,8 @@ def generate(
     if out is not None and not explain:
         raise RequestError("--out is where --explain writes; add it")
     text = read_prompt(prompt, prompt_file)
+    from outpace.models.measured import dtype_name
+
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     engine.remember()
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)

@@ -105,7 +105,7 @@ OPTIONS = {
         --workload
     """,
     "train": """
-        -m -o -s --device --dry-run --dtype --help --json --model
+        -m -o -s --device --dry-run --dtype --help --json --mean-with --model
         --only-data --out --prompts --quantize --resume --self-prompts --set --start --texts
         --threads --tokens --work
     """,
