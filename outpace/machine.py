@@ -31,7 +31,7 @@ class Member:
     state: Any
     """The drafter's, for this sequence."""
     budget: Budget
-    """What its spec asks for."""
+    """How far it may draft here; see ``Method.budget_of``."""
     verifier: Verifier
     """Judges its drafts."""
 

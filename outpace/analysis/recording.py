@@ -213,8 +213,9 @@ def _one(
     row = engine.running(request, slot, plain, engine.verifier(plain, request.params.temperature != 0.0))
     begun = {spec: engine.running(request, slot, one, one.verifier) for spec, one in methods.items()}
     states = {spec: one.all_members[spec].state for spec, one in begun.items()}
+    budgets = {spec: largest(one) for spec, one in methods.items()}
     row.members = row.all_members = {
-        spec: Member(states[spec], largest(one), row.verifier) for spec, one in methods.items()
+        spec: Member(states[spec], budget, row.verifier) for spec, budget in budgets.items()
     }
     whole = row.cut
     if answer is None:
@@ -248,7 +249,7 @@ def _one(
         len(request.prompt),
         {
             spec: Recorded(
-                largest(one),
+                budgets[spec],
                 one.drafter.clock.count > passes[spec],
                 tuple(previews[spec]) if spec in previews else None,
                 {
@@ -286,15 +287,15 @@ def _ask(
     timed: Timed | None = None,
 ) -> None:
     """Have a drafter draft what nobody will use."""
-    whole = largest(one)
-    full, shape = whole.max_nodes, whole.shape
-    # A chain that is cut is the first part of the whole one; a tree is another one.
-    sizes = {one.budget.max_nodes, *(nodes for nodes, _ in sizes_to_weigh(whole))} if shape.beam else {full}
+    budget = row.members[spec].budget
+    sizes = {budget.max_nodes}
+    if budget.shape.beam:  # a chain that is cut is the first part of the whole one; a tree is another one
+        sizes |= {one.budget.max_nodes, *(nodes for nodes, _ in sizes_to_weigh(budget))}
     chain = row.verifier.chains_only or TREE not in machine.target.can
     drawn = Drawn.CHOSEN if row.warp.greedy else row.verifier.draws
     lease = Lease(machine.cache, row.slot, resumes=machine.tapped([row]) <= {spec})
     for nodes in sorted(sizes):
-        asked = Budget(nodes, min(nodes, whole.max_depth), shape=shape)
+        asked = Budget(nodes, min(nodes, budget.max_depth), shape=budget.shape)
         wanted: DraftRow[Any] = DraftRow(
             row.members[spec].state,
             row.tokens,
@@ -309,10 +310,10 @@ def _ask(
             start, before = time.perf_counter(), one.drafter.clock.count
             (draft,) = one.drafter.propose([wanted])
             levels = one.drafter.clock.count - before
-            if timed is not None and nodes == full:
+            if timed is not None and nodes == budget.max_nodes:
                 timed(spec, levels, time.perf_counter() - start)
             machine.cache.drop(row.slot)
-            if previews is not None and nodes == full:
+            if previews is not None and nodes == budget.max_nodes:
                 previews.append(tuple(round(p, 3) for p in one.drafter.promise(wanted.state, draft)))
         made.setdefault(nodes, []).append((draft, levels))
 

@@ -114,6 +114,7 @@ class SingleMethod(Method):
         size = read_size(plan.get("tree_size"), who)
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
         self.names_verifier = "verifier" in plan
+        self.names_tree = bool({"tree", "tree_size"} & plan.keys())
         self.verifier: Verifier = make("verifier", self.verifier_spec)
         # A drafter's own tree gives way where chains alone are taken; the user's does not.
         chain = self.verifier.chains_only or TREE not in target.can

@@ -190,7 +190,7 @@ class Portfolio(Method):
 
 def largest(one: SingleMethod) -> Budget:
     """How far a drafter may draft for a policy that prices rows, which can cut a draft and not extend it."""
-    if not one.budget.shape.beam or {"tree", "tree_size"} & MethodSpec.parse(one.spec).split()[1].keys():
+    if one.names_tree or not one.budget.shape.beam:
         return one.budget
     return replace(one.budget, max_nodes=LARGEST, max_depth=LEVELS)
 

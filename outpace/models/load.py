@@ -14,6 +14,7 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import BadValue, brief, check_counts, read_json
+from outpace.models.measured import dtype_name
 from outpace.models.onednn import packing_works
 from outpace.models.seq2seq.config import is_seq2seq
 from outpace.models.weights import Checkpoint
@@ -135,7 +136,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
 
 def _dtype(dtype: str | torch.dtype) -> torch.dtype | None:
     if isinstance(dtype, torch.dtype):
-        dtype = str(dtype).removeprefix("torch.")
+        dtype = dtype_name(dtype)
     if dtype not in DTYPES:
         raise UnknownNameError("dtype", str(dtype), DTYPES)
     return DTYPES[dtype]

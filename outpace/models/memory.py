@@ -12,6 +12,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.measured import dtype_name
 from outpace.models.places import Place
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
@@ -52,7 +53,7 @@ class MemoryCheckpoint(Checkpoint):
                 start=0,
                 size=tensor.nbytes,
                 shape=tuple(tensor.shape),
-                kind=str(tensor.dtype).removeprefix("torch."),
+                kind=dtype_name(tensor.dtype),
             )
             for at, tensor in tensors.items()
         }

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError, UnknownNameError
 from outpace.models.gguf.blocks import expand
+from outpace.models.measured import dtype_name
 from outpace.models.packed import Linear
 from outpace.models.products import store_rows, works
 
@@ -56,7 +57,7 @@ def note(linears: Sequence[Linear], kind: str) -> str:
     """Say in one line what quantizing did to the bytes of a model."""
     before = sum(one.plain_nbytes() for one in linears)
     after = sum(one.nbytes for one in linears)
-    dtype = str(linears[0].dtype).removeprefix("torch.")
+    dtype = dtype_name(linears[0].dtype)
     return (
         f"weights rounded to {kind}, the model is another one now: "
         f"{before / 1e6:,.1f} MB of {dtype} before, {after / 1e6:,.1f} MB after"

@@ -193,8 +193,8 @@ def test_training_may_begin_with_a_mean(engine, made, tmp_path):
     other = tmp_path / "other"
     shutil.copytree(result.folder, other)
     old = read_tensors(other)
-    doubled = {name: 3 * one if one.is_floating_point() else one for name, one in old.items()}
-    save_file(doubled, other / "model.safetensors")
+    tripled = {name: 3 * one if one.is_floating_point() else one for name, one in old.items()}
+    save_file(tripled, other / "model.safetensors")
     settings = {"work": pipeline.work, "out": tmp_path / "mean", "say": quiet}
     more = Pipeline(engine, still, start=result.folder, mean_with=[other], **settings)
     made_more = more.run(report=quiet)

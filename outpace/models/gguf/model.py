@@ -24,6 +24,7 @@ from outpace.models.families import (
 from outpace.models.fields import Fields
 from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf.text import build_tokenizer, end_ids
+from outpace.models.measured import dtype_name
 from outpace.models.places import Place
 from outpace.models.products import CODED
 from outpace.models.rope import Rope
@@ -101,7 +102,7 @@ class GGUFCheckpoint(Checkpoint):
         if not kinds:
             return None
         start = f"{' and '.join(kinds)} GGUF, {sum(sizes.values()) / 1e6:.0f} MB on disk"
-        name = str(dtype).removeprefix("torch.")
+        name = dtype_name(dtype)
         if not kept:
             return f"{start}, expanded to {name}: {expanded / 1e6:.0f} MB"
         if CODED.issuperset(kinds):
