@@ -157,7 +157,7 @@ class _AskingForGreedyPlusOne(Tree):
 _GROWN = (World(4), World(2, vocab=2))
 """Where the growing of drafts is counted."""
 _ALSO: dict[str, tuple[Verifier, ...]] = {
-    "tree": (Tree(TreeConfig(replacement=True)), _AskingForGreedyPlusOne(TreeConfig()))
+    "tree": (Tree(TreeConfig(replacement=True)), _AskingForGreedyPlusOne())
 }
 """Other settings of a verifier, for whole generations."""
 

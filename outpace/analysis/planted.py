@@ -18,7 +18,7 @@ from outpace.analysis.tables import RIGHT, Recipe, Sapling, World, best, chain, 
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.tree import Tree, TreeConfig
+from outpace.verifiers.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -240,8 +240,8 @@ PLANTED = (
     Planted("one coin per step", ("match", *_CHAIN, *_GREEDY), best([1, 1]), coins=OneCoinPerStep),
     Planted("one race per step", ("coupled",), best([1, 1]), coins=OneRacePerStep),
     Planted("drawn again where no child fits", _PICKERS, best([2, 1]), wrong=DrawsAgain),
-    Planted("chosen siblings not struck", _TREE, best([2]), instead=StartsOver(TreeConfig())),
-    Planted("residual not carried on", _TREE, fan(Drawn.IID, 2, 0), instead=StartsOver(TreeConfig())),
+    Planted("chosen siblings not struck", _TREE, best([2]), instead=StartsOver()),
+    Planted("residual not carried on", _TREE, fan(Drawn.IID, 2, 0), instead=StartsOver()),
     Planted("kept with the weight of its path", _BLOCK, chain(Drawn.IID), instead=rules.BLOCK_BY_WEIGHT),
     Planted(
         "residual without the weight",

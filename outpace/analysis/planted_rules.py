@@ -13,11 +13,11 @@ from torch import Tensor
 
 from outpace.coins import Coins
 from outpace.types import Draft, Group, Law
-from outpace.verifiers.block import Block, BlockConfig, Place
-from outpace.verifiers.greedy_plus_one import GreedyPlusOne, GreedyPlusOneConfig
-from outpace.verifiers.k_seq import KSeq, KSeqConfig, discount
+from outpace.verifiers.block import Block, Place
+from outpace.verifiers.greedy_plus_one import GreedyPlusOne
+from outpace.verifiers.k_seq import KSeq, discount
 from outpace.verifiers.rules import excess, probs, residual
-from outpace.verifiers.traversal import Traversal, TraversalConfig, Visit
+from outpace.verifiers.traversal import Traversal, Visit
 
 
 class _KeptByWeight(Place):
@@ -125,11 +125,11 @@ class LightResidual(Traversal):
     visit: ClassVar[type[Visit]] = _LightResidual
 
 
-BLOCK_BY_WEIGHT = BlockByWeight(BlockConfig())
-BLOCK_FULL_RESIDUAL = BlockFullResidual(BlockConfig())
-UNDISCOUNTED = Undiscounted(KSeqConfig())
-LAST_DISCOUNT = LastDiscount(KSeqConfig())
-GREEDY_IN_LAW = GreedyInLaw(GreedyPlusOneConfig())
-UNWEIGHED = Unweighed(TraversalConfig())
-EVERY_PATH_ALONE = EveryPathAlone(TraversalConfig())
-LIGHT_RESIDUAL = LightResidual(TraversalConfig())
+BLOCK_BY_WEIGHT = BlockByWeight()
+BLOCK_FULL_RESIDUAL = BlockFullResidual()
+UNDISCOUNTED = Undiscounted()
+LAST_DISCOUNT = LastDiscount()
+GREEDY_IN_LAW = GreedyInLaw()
+UNWEIGHED = Unweighed()
+EVERY_PATH_ALONE = EveryPathAlone()
+LIGHT_RESIDUAL = LightResidual()

@@ -25,25 +25,25 @@ from outpace.coins import Coins, Stream
 from outpace.tree.growth import draw
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.block import Block, BlockConfig
-from outpace.verifiers.chain import Chain, ChainConfig
-from outpace.verifiers.coupled import Coupled, CoupledConfig
-from outpace.verifiers.greedy_plus_one import GreedyPlusOne, GreedyPlusOneConfig
-from outpace.verifiers.k_seq import KSeq, KSeqConfig
-from outpace.verifiers.match import Match, MatchConfig
-from outpace.verifiers.traversal import Traversal, TraversalConfig
-from outpace.verifiers.tree import Tree, TreeConfig
+from outpace.verifiers.block import Block
+from outpace.verifiers.chain import Chain
+from outpace.verifiers.coupled import Coupled
+from outpace.verifiers.greedy_plus_one import GreedyPlusOne
+from outpace.verifiers.k_seq import KSeq
+from outpace.verifiers.match import Match
+from outpace.verifiers.traversal import Traversal
+from outpace.verifiers.tree import Tree
 from outpace.verifiers.typical import Typical, TypicalConfig
 
 RIGHT: dict[str, Verifier] = {
-    "match": Match(MatchConfig()),
-    "chain": Chain(ChainConfig()),
-    "tree": Tree(TreeConfig()),
-    "block": Block(BlockConfig()),
-    "k_seq": KSeq(KSeqConfig()),
-    "greedy_plus_one": GreedyPlusOne(GreedyPlusOneConfig()),
-    "traversal": Traversal(TraversalConfig()),
-    "coupled": Coupled(CoupledConfig()),
+    "match": Match(),
+    "chain": Chain(),
+    "tree": Tree(),
+    "block": Block(),
+    "k_seq": KSeq(),
+    "greedy_plus_one": GreedyPlusOne(),
+    "traversal": Traversal(),
+    "coupled": Coupled(),
 }
 """The verifiers whose cases are known."""
 

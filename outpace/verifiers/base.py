@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, Protocol
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
 
 from outpace.coins import Coins
 from outpace.errors import SpecError
@@ -22,9 +23,16 @@ class TargetLaws(Protocol):
         return None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NoSettings:
+    """Of a verifier that has nothing to set."""
+
+
 class Verifier(ABC):
     """Decides which path of a draft is kept and which token the target adds."""
 
+    Config: ClassVar[type] = NoSettings
+    """Frozen keyword-only dataclass; its fields are the keys of ``verifier=NAME[...]``."""
     name: ClassVar[str]
     """As in the registry."""
     takes: ClassVar[frozenset[Drawn]]
@@ -38,6 +46,9 @@ class Verifier(ABC):
     reproduces: ClassVar[bool] = False
     """Whether the text is a function of prompt and seed alone, whoever drafts."""
     lossless: ClassVar[bool] = True
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = self.Config() if config is None else config
 
     def check(self, draft: Draft) -> None:
         """Raise SpecError, naming a verifier that fits, if this draft is not for this one."""
@@ -73,7 +84,7 @@ class Verifier(ABC):
 
         Args:
             draft: may be empty; then one token is drawn from the distribution after the pending token.
-            distributions: read only at visited nodes.
+            laws: the target's distributions, read only at visited nodes.
             coins: of this step, stream JUDGE.
             want_laws: whether the verdict shall carry the true distributions of the emitted tokens.
 

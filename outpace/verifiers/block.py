@@ -29,11 +29,6 @@ from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import excess, probs
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class BlockConfig:
-    """Nothing to set."""
-
-
 @dataclass(frozen=True, slots=True)
 class Place:
     """A position of the chain, before the draw that fills it."""
@@ -57,15 +52,11 @@ class Place:
 class Block(Verifier):
     """Keeps a prefix of a chain, decided from its end."""
 
-    Config: ClassVar[type] = BlockConfig
     name = "block"
     takes = frozenset({Drawn.IID, Drawn.DISTINCT, Drawn.CHOSEN})
     chains_only = True
     draws = Drawn.IID
     place: ClassVar[type[Place]] = Place
-
-    def __init__(self, config: BlockConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

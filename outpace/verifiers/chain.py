@@ -17,31 +17,19 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import probs, residual
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChainConfig:
-    """Nothing to set."""
-
-
 class Chain(Verifier):
     """Keeps a prefix of a chain, token by token."""
 
-    Config: ClassVar[type] = ChainConfig
     name = "chain"
     takes = frozenset({Drawn.IID, Drawn.DISTINCT, Drawn.CHOSEN})
     chains_only = True
     draws = Drawn.IID
-
-    def __init__(self, config: ChainConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

@@ -15,31 +15,19 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import follow
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CoupledConfig:
-    """Nothing to set."""
-
-
 class Coupled(Verifier):
     """Follows, at every node, the child that carries the winner of the race at its position."""
 
-    Config: ClassVar[type] = CoupledConfig
     name = "coupled"
     reproduces = True
     takes = frozenset({Drawn.COUPLED, Drawn.CHOSEN})
     draws = Drawn.COUPLED
-
-    def __init__(self, config: CoupledConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

@@ -21,9 +21,7 @@ Law: tests/laws/test_laws.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 from outpace.coins import Coins
 from outpace.types import Draft, Drawn, Group, Law, Verdict
@@ -31,22 +29,13 @@ from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import probs, residual, trials, walk
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GreedyPlusOneConfig:
-    """Nothing to set."""
-
-
 class GreedyPlusOne(Verifier):
     """Tries the random sibling, then lets the target's own draw meet the greedy ones."""
 
-    Config: ClassVar[type] = GreedyPlusOneConfig
     name = "greedy_plus_one"
     takes = frozenset({Drawn.GREEDY_PLUS_ONE, Drawn.CHOSEN})
     one_law = True
     draws = Drawn.GREEDY_PLUS_ONE
-
-    def __init__(self, config: GreedyPlusOneConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

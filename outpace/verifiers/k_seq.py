@@ -22,9 +22,7 @@ Law: tests/laws/test_laws.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -79,23 +77,14 @@ def discount(p_S: Tensor, q_S: Tensor, k: int) -> tuple[float, float]:
     return high, min(at_high, 1.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KSeqConfig:
-    """Nothing to set."""
-
-
 class KSeq(Verifier):
     """Tries all draws below a visited node against the same discounted distribution."""
 
-    Config: ClassVar[type] = KSeqConfig
     name = "k_seq"
     takes = frozenset({Drawn.IID, Drawn.CHOSEN})
     one_law = True
     draws = Drawn.IID
     discount = staticmethod(discount)
-
-    def __init__(self, config: KSeqConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

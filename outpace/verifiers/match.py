@@ -17,30 +17,18 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import ClassVar
-
 from outpace.coins import Coins
 from outpace.types import Draft, Drawn, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import follow
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MatchConfig:
-    """Nothing to set."""
-
-
 class Match(Verifier):
     """Follows, at every node, the child that carries the target's own draw."""
 
-    Config: ClassVar[type] = MatchConfig
     name = "match"
     takes = frozenset({Drawn.CHOSEN})
     draws = Drawn.CHOSEN
-
-    def __init__(self, config: MatchConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

@@ -41,11 +41,6 @@ from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.rules import excess, probs, trials
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TraversalConfig:
-    """Nothing to set."""
-
-
 @dataclass(slots=True, eq=False)
 class Visit:
     node: int
@@ -113,14 +108,10 @@ _LITTLE = 2.0**-12
 class Traversal(Verifier):
     """Judges the paths of a tree from its leaves."""
 
-    Config: ClassVar[type] = TraversalConfig
     name = "traversal"
     takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
     draws = Drawn.DISTINCT
     visit: ClassVar[type[Visit]] = Visit
-
-    def __init__(self, config: TraversalConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

@@ -34,7 +34,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
@@ -56,14 +55,15 @@ class TreeConfig:
 class Tree(Verifier):
     """Tries the children of every visited node, in the order in which they were drawn."""
 
-    Config: ClassVar[type] = TreeConfig
+    Config = TreeConfig
+    config: TreeConfig
     name = "tree"
     takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
     draws = Drawn.DISTINCT
 
-    def __init__(self, config: TreeConfig) -> None:
-        self.config = config
-        if config.replacement:
+    def __init__(self, config: TreeConfig | None = None) -> None:
+        super().__init__(config)
+        if self.config.replacement:
             self.draws = Drawn.IID
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
@@ -47,14 +46,12 @@ class TypicalConfig:
 class Typical(Verifier):
     """Keeps the longest path of tokens that the target finds plausible. Changes the distribution."""
 
-    Config: ClassVar[type] = TypicalConfig
+    Config = TypicalConfig
+    config: TypicalConfig
     name = "typical"
     takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
     draws = Drawn.CHOSEN
     lossless = False
-
-    def __init__(self, config: TypicalConfig) -> None:
-        self.config = config
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)

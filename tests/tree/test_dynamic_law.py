@@ -13,7 +13,7 @@ from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Shape
 from outpace.verifiers.base import TargetLaws
-from outpace.verifiers.coupled import Coupled, CoupledConfig
+from outpace.verifiers.coupled import Coupled
 from outpace.verifiers.tree import Tree, TreeConfig
 
 V = 3
@@ -79,10 +79,10 @@ def truth():
 
 
 CASES = {
-    "distinct": (Drawn.DISTINCT, Tree(TreeConfig()), 4, 0.5),
+    "distinct": (Drawn.DISTINCT, Tree(), 4, 0.5),
     "iid": (Drawn.IID, Tree(TreeConfig(replacement=True)), 3, 0.5),
-    "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, Tree(TreeConfig()), 4, 1.2),
-    "coupled": (Drawn.COUPLED, Coupled(CoupledConfig()), 4, 0.5),
+    "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, Tree(), 4, 1.2),
+    "coupled": (Drawn.COUPLED, Coupled(), 4, 0.5),
 }
 
 

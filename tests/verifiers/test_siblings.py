@@ -11,7 +11,7 @@ from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
 from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.k_seq import discount
-from outpace.verifiers.traversal import Traversal, TraversalConfig, Visit
+from outpace.verifiers.traversal import Traversal, Visit
 from tests.verifiers.refusing import Refusing
 
 K_SEQ, GREEDY, TRAVERSAL, TREE = (RIGHT[name] for name in ("k_seq", "greedy_plus_one", "traversal", "tree"))
@@ -223,8 +223,7 @@ def test_the_comparison_with_the_oracle_can_fail(monkeypatch):
         visit = Hasty
 
     monkeypatch.setattr(
-        "outpace.analysis.agreement.RIGHT",
-        {"traversal": Wrong(TraversalConfig()), "k_seq": Swapped(RIGHT["k_seq"].config)},
+        "outpace.analysis.agreement.RIGHT", {"traversal": Wrong(), "k_seq": Swapped(RIGHT["k_seq"].config)}
     )
     names = ["traversal", "k_seq"]
     for name, report in check_oracle(seed=0, cases=77, names=names).items():

@@ -11,7 +11,7 @@ from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
 from outpace.verifiers.base import TargetLaws
-from outpace.verifiers.tree import Tree, TreeConfig
+from outpace.verifiers.tree import Tree
 from tests.verifiers.refusing import Refusing
 
 CHAIN, MATCH, TREE, COUPLED = (RIGHT[name] for name in ("chain", "match", "tree", "coupled"))
@@ -52,7 +52,7 @@ def test_the_comparison_with_the_oracle_can_fail(monkeypatch):
         def _pick(self, draft, groups, p, coins):
             return super()._pick(draft, groups[::-1], p, coins)
 
-    monkeypatch.setitem(RIGHT, "tree", Backwards(TreeConfig()))
+    monkeypatch.setitem(RIGHT, "tree", Backwards())
     report = check_oracle(seed=0, cases=40)["tree"]
     assert report.agreed < report.cases
 

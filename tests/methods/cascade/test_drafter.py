@@ -20,7 +20,7 @@ from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.tree.shapes import CHAIN, widths
 from outpace.types import Budget, Draft, Outcome, Verdict
-from outpace.verifiers.chain import Chain, ChainConfig
+from outpace.verifiers.chain import Chain
 from outpace.verifiers.rules import probs
 from tests.drafters.support import Telling
 
@@ -297,7 +297,7 @@ PLANTED = {
         ("extend", handed_up_by_the_model_below),
         None,
     ),
-    "no residual": (Case("2/2", edit=with_verifier(Unresidual(ChainConfig()))), None, None),
+    "no residual": (Case("2/2", edit=with_verifier(Unresidual())), None, None),
     "dropped by what it is": (Case("2/1"), ("draft", unlikely_ones_dropped), None),
     "one coin for all": (Case("2", lookup=False), None, OneForAll),
     "coins of the place alone": (Case("2/1", length=4), None, OfThePlace),
@@ -401,7 +401,7 @@ def test_no_slot_stays_open_and_the_lookup_keeps_no_guess(engine):
     cascade.lookup.drafter.observe = watching
     result = engine.generate(PROMPTS[0], drafter=spec, **GREEDY)
     del cascade.lookup.drafter.observe
-    assert seen[-1].text.tokens == [*PROMPTS[0], *result.tokens]
+    assert seen[-1].automaton.tokens == [*PROMPTS[0], *result.tokens]
     assert all(not level.cache.real._slots for level in cascade.models)
 
 
@@ -495,10 +495,10 @@ def test_a_lookup_without_a_rewind_of_its_own_is_copied():
     assert echo.rewind(state, mark).refused == 0
     other = max_gram.begin(Request(prompt=(1, 2, 1), num_cached=3))
     mark = max_gram.mark(other)
-    other.text.extend([2, 2])
+    other.automaton.extend([2, 2])
     other.trust.doubt = 3.0
     assert max_gram.rewind(other, mark) is other
-    assert other.text.tokens == [1, 2, 1] and other.trust.doubt == 1.0
+    assert other.automaton.tokens == [1, 2, 1] and other.trust.doubt == 1.0
 
 
 def test_common_prefixes():

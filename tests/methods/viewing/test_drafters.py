@@ -14,7 +14,7 @@ from outpace.models.tiny import TableTarget, tiny
 from outpace.models.views import Rule
 from outpace.params import SamplingParams
 from outpace.types import Budget, Draft
-from outpace.verifiers.chain import Chain, ChainConfig
+from outpace.verifiers.chain import Chain
 from tests.drafters.support import Telling
 from tests.methods.cascade.test_drafter import Echo, Unresidual
 
@@ -102,9 +102,9 @@ def test_a_view_drafts_losslessly(verifier):
 def test_drawing_anew_after_a_refusal_is_caught():
     """The fault of the released code: what it emits has not the distribution that it records."""
     told = telling()
-    told.drafter.verifier = Chain(ChainConfig())
+    told.drafter.verifier = Chain()
     assert error(told) < 1e-12
-    told.drafter.verifier = Unresidual(ChainConfig())
+    told.drafter.verifier = Unresidual()
     assert error(told) > 1e-3
 
 
