@@ -446,3 +446,8 @@ class Outcome:
     new token if the prompt is complete, else nothing."""
     drafter: str = "none"
     """Who proposed the draft."""
+
+    @property
+    def appended(self) -> tuple[int, ...]:
+        """Tokens that the text gained, for drafters that follow it by ids: a part of a prompt too."""
+        return (*self.fed, *self.verdict.emitted) if self.forced else self.verdict.emitted

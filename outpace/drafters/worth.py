@@ -26,7 +26,7 @@ from itertools import repeat
 from typing import TypeVar
 
 from outpace.curve import assumed
-from outpace.drafters.base import Drafter, Traits
+from outpace.drafters.base import RowwiseDrafter, Traits
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 
@@ -123,7 +123,7 @@ def as_own(own: Draft, given: Draft | None, outcome: Outcome) -> Outcome:
     return replace(outcome, draft=own, verdict=Verdict(kept, verdict.emitted, censored=verdict.censored))
 
 
-class Priced(Drafter[S]):
+class Priced(RowwiseDrafter[S]):
     """A lookup whose drafts carry `Chances`: it can tell beforehand what they promise."""
 
     traits = Traits(previews=True)

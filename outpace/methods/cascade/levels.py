@@ -127,7 +127,7 @@ class LookupLevel(Level):
             text = [outcome.fed[0], *new]
             rest = _given(text, done, new[done:])
             self.drafter.observe([reading.state], [rest])
-        reading.read += len(new) + (len(outcome.fed) if outcome.forced else 0)
+        reading.read += len(outcome.appended)
 
 
 class ModelLevel(Level):

@@ -207,8 +207,7 @@ class CrossVocabulary(WrappingDrafter[State]):
         news = []
         for state, outcome in zip(states, outcomes, strict=True):
             emitted, before = outcome.verdict.emitted, len(state.mirror.ids)
-            new = (*outcome.fed, *emitted) if outcome.forced else emitted
-            same = state.mirror.extend(new)
+            same = state.mirror.extend(outcome.appended)
             ours = state.given is outcome.draft and state.reading.told == before == same
             news.append(
                 News(

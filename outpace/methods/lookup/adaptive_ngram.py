@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.base import Request, RowwiseDrafter, Traits
 from outpace.drafters.worth import grow, judged
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -96,7 +96,7 @@ class _State:
         return share * self.right[order] / self.made[order]
 
 
-class AdaptiveNgram(Drafter[_State]):
+class AdaptiveNgram(RowwiseDrafter[_State]):
     """Follows the commonest successor, from the longest context that has one."""
 
     Config = AdaptiveNgramConfig
@@ -121,20 +121,16 @@ class AdaptiveNgram(Drafter[_State]):
         state.read(request.prompt[: request.num_cached], self.config.max_order)
         return state
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """A chain each; in a template the siblings come from shorter contexts. CHOSEN."""
-        return [self._propose(row) for row in rows]
-
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Count the new text; keep score of the orders; set the length of the next draft."""
         for state, outcome in zip(states, outcomes, strict=True):
             memo = outcome.draft.memo
             if isinstance(memo, _Memo) and memo.owner is self:
                 self._learn(state, outcome, memo)
-            new = outcome.fed if outcome.forced else ()
-            state.read((*new, *outcome.verdict.emitted), self.config.max_order)
+            state.read(outcome.appended, self.config.max_order)
 
-    def _propose(self, row: DraftRow[_State]) -> Draft:
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
+        """A chain; in a template the siblings come from shorter contexts. CHOSEN."""
         state, most = row.state, self.config.max_order - 1
         order_of: dict[tuple[Gram, int], int] = {}
 

@@ -30,7 +30,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.base import Request, RowwiseDrafter, Traits
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.rows import argmax_rows
@@ -110,7 +110,7 @@ class _State:
     """The last tokens of the text, fewer than an n-gram."""
 
 
-class Lookahead(Drafter[_State]):
+class Lookahead(RowwiseDrafter[_State]):
     """Drafts n-grams that the target wrote, or guessed in a window of riders.
 
     Args:
@@ -141,11 +141,8 @@ class Lookahead(Drafter[_State]):
         self._read(state, text[: request.num_cached])
         return state
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
         """Guesses from the pool, CHOSEN, and the window as riders behind them."""
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow[_State]) -> Draft:
         if min(row.budget.max_nodes, row.budget.max_depth) < 1:
             return Draft()
         trie: Trie = {}
@@ -167,9 +164,7 @@ class Lookahead(Drafter[_State]):
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Read the text; harvest the window if it rode along. Cost: then one host sync each."""
         for state, outcome in zip(states, outcomes, strict=True):
-            if outcome.forced:
-                self._read(state, outcome.fed)
-            self._read(state, outcome.verdict.emitted)
+            self._read(state, outcome.appended)
             logits_RV, memo = outcome.scored.rider_logits_RV, outcome.draft.memo
             ours = isinstance(memo, _Memo) and memo.owner is self
             if ours and logits_RV is not None:

@@ -18,7 +18,6 @@ earliest occurrence wins, which guesses worse).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from outpace.drafters.worth import grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.bigram import METHOD, TABLE, BigramTable, usual_place
 from outpace.methods.lookup.files import vocabulary
-from outpace.methods.lookup.follows import FollowsText, Text
+from outpace.methods.lookup.follows import AutomatonState, FollowsText
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft
@@ -65,7 +64,7 @@ class _Node:
     """Tokens before it that agree."""
 
 
-class MaxGram(FollowsText[Text]):
+class MaxGram(FollowsText[AutomatonState]):
     """Copies after the longest match, and fills up with bigrams.
 
     Args:
@@ -99,16 +98,13 @@ class MaxGram(FollowsText[Text]):
             path = own[0] / TABLE
         return cls(config, None if path is None else BigramTable.load(path, digest))
 
-    def begin(self, request: Request) -> Text:
+    def begin(self, request: Request) -> AutomatonState:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
-        return Text(SuffixAutomaton(request.prompt[: request.num_cached]))
+        return AutomatonState(SuffixAutomaton(request.prompt[: request.num_cached]))
 
-    def propose(self, rows: Sequence[DraftRow[Text]]) -> list[Draft]:
-        """A chain each; in a template the siblings come from the table. CHOSEN."""
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow[Text]) -> Draft:
-        text, trust = row.state.text, row.state.trust
+    def propose_one(self, row: DraftRow[AutomatonState]) -> Draft:
+        """A chain; in a template the siblings come from the table. CHOSEN."""
+        text, trust = row.state.automaton, row.state.trust
         if not text.tokens:
             return Draft()
         tokens = text.tokens

@@ -78,13 +78,10 @@ class PromptLookup(Priced[_State]):
             self._push(state, token)
         return state
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """A chain each; in a tree the siblings come from shorter suffixes. CHOSEN, and empty where
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
+        """A chain; in a tree the siblings come from shorter suffixes. CHOSEN, and empty where
         no suffix of ``min_ngram`` tokens came before.
         """
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow[_State]) -> Draft:
         tokens, trust = row.state.tokens, row.state.trust
 
         def after(places: list[Place]) -> list[tuple[int, float, list[Place]]]:
@@ -116,8 +113,7 @@ class PromptLookup(Priced[_State]):
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         """Index the new text; an n-gram enters once its successor is known. Learn trust."""
         for state, outcome in zip(states, outcomes, strict=True):
-            new = outcome.fed if outcome.forced else ()
-            for token in (*new, *outcome.verdict.emitted):
+            for token in outcome.appended:
                 self._push(state, token)
             state.trust.learn(outcome)
 

@@ -30,7 +30,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.base import Request, RowwiseDrafter, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.methods.lookup.datastore import Datastore
 from outpace.methods.lookup.pool_trees import fill, halving
@@ -67,7 +67,7 @@ class _State:
     """Newest token of the prompt read so far."""
 
 
-class Recycling(Drafter[_State]):
+class Recycling(RowwiseDrafter[_State]):
     """Follows, from token to token, what the target ranked highest when it last read them.
 
     Args:
@@ -102,11 +102,8 @@ class Recycling(Drafter[_State]):
         self._read(state, request.prompt[: request.num_cached])
         return state
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
         """The template filled breadth first; CHOSEN, empty where the pending token is new."""
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow[_State]) -> Draft:
         after, table_VK = row.state.after, self._table_VK
 
         def ranked(token: int) -> Iterator[tuple[int, float, int]]:

@@ -229,17 +229,14 @@ class Reference(Priced[_State]):
             state.follow(request.prompt if state.grows else ())
         return state
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """A chain each; in a template the siblings are other hypotheses. CHOSEN."""
-        return [self._propose(row) for row in rows]
-
     def observe(self, states: Sequence[_State], outcomes: Sequence[Outcome]) -> None:
         for state, outcome in zip(states, outcomes, strict=True):
             for token in outcome.verdict.emitted:
                 state.read(token)
             state.trust.learn(outcome)
 
-    def _propose(self, row: DraftRow[_State]) -> Draft:
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
+        """A chain; in a template the siblings are other hypotheses. CHOSEN."""
         state = row.state
         reference, trust = state.reference, state.trust
         # What follows a text that is still growing is the draft itself: it goes round.

@@ -26,7 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.base import Request, RowwiseDrafter, Traits
 from outpace.methods.lookup.datastore import DEPTH, Datastore
 from outpace.methods.lookup.pool_trees import fill
 from outpace.models.base import Target
@@ -57,7 +57,7 @@ class RetrievalConfig:
             raise ValueError(f"matches must be at least 1, got {self.matches}")
 
 
-class Retrieval(Drafter[None]):
+class Retrieval(RowwiseDrafter[None]):
     """Continues the longest suffix of the text that a corpus holds.
 
     Args:
@@ -80,11 +80,8 @@ class Retrieval(Drafter[None]):
     def begin(self, request: Request) -> None:
         """Nothing to keep: the text itself says what to look up."""
 
-    def propose(self, rows: Sequence[DraftRow[None]]) -> list[Draft]:
+    def propose_one(self, row: DraftRow[None]) -> Draft:
         """The commonest continuations, CHOSEN; empty where no suffix is found."""
-        return [self._propose(row) for row in rows]
-
-    def _propose(self, row: DraftRow[None]) -> Draft:
         config = self.config
         found = self.store.find(row.tokens[-config.max_ngram :], config.max_ngram, config.min_ngram)
         if found is None:

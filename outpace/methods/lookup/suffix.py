@@ -30,7 +30,7 @@ arXiv:2411.10666.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -39,7 +39,7 @@ from outpace.drafters.per_key import PerKey
 from outpace.drafters.worth import Chances, grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.files import vocabulary
-from outpace.methods.lookup.follows import FollowsText, Text
+from outpace.methods.lookup.follows import AutomatonState, FollowsText
 from outpace.methods.lookup.history import LONGEST, History, Keeper
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -73,7 +73,7 @@ class SuffixConfig:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class _State(Text):
+class _State(AutomatonState):
     prompt: int
     """Tokens of its prompt."""
     history: History | None = None
@@ -119,7 +119,7 @@ class Suffix(FollowsText[_State]):
     def begin(self, request: Request) -> _State:
         """The text that is held already; the rest of the prompt arrives through ``observe``."""
         return _State(
-            read=SuffixAutomaton(request.prompt[: request.num_cached]),
+            known=SuffixAutomaton(request.prompt[: request.num_cached]),
             prompt=len(request.prompt),
             history=self._history(request.key),
         )
@@ -130,20 +130,17 @@ class Suffix(FollowsText[_State]):
             return self.history
         return self._of_key.of(key)
 
-    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
-        """A chain each, or a part of the template; CHOSEN, and empty where nothing matches."""
-        return [self._propose(row) for row in rows]
-
     def end(self, state: _State) -> None:
         """Remember the answer, with as much of the prompt's end as a match may need."""
-        tokens = state.text.tokens
+        tokens = state.automaton.tokens
         if state.history is None or len(tokens) <= state.prompt:
             return
         state.history.add(tokens[max(0, state.prompt - LONGEST) :])
         if self._keeper is not None and state.history is self.history:
             self._keeper.grown()
 
-    def _propose(self, row: DraftRow[_State]) -> Draft:
+    def propose_one(self, row: DraftRow[_State]) -> Draft:
+        """A chain, or a part of the template; CHOSEN, and empty where nothing matches."""
         own = self._from_text(row)
         if row.state.history is None:
             return own
@@ -151,7 +148,7 @@ class Suffix(FollowsText[_State]):
         return past if _worth(past) > _worth(own) else own
 
     def _from_text(self, row: DraftRow[_State]) -> Draft:
-        text, trust = row.state.text, row.state.trust
+        text, trust = row.state.automaton, row.state.trust
         state, match = next(text.suffixes(), (0, 0))
         if match < self.config.min_match:
             return Draft()
@@ -174,7 +171,7 @@ class Suffix(FollowsText[_State]):
         return grow(first if chain else after, (state, match), budget, trust.own)
 
     def _from_history(self, row: DraftRow[_State], history: History) -> Draft:
-        found = history.find(row.state.text.tokens[-LONGEST:])
+        found = history.find(row.state.automaton.tokens[-LONGEST:])
         if not found:
             return Draft()
         longest = max(match for _, match in found)

@@ -187,9 +187,7 @@ class Ouroboros(WrappingDrafter[_State]):
                 best_J = argmax_rows(outcome.scored.logits_TV).tolist()
                 for found in discarded(draft, best_J, kept, outcome.fed[0], self.config.tokens):
                     state.pool.add(*found)
-            if outcome.forced:
-                state.pool.read(state.tail, outcome.fed)
-            state.pool.read(state.tail, outcome.verdict.emitted)
+            state.pool.read(state.tail, outcome.appended)
         own = [_own(state, outcome) for state, outcome in zip(states, outcomes, strict=True)]
         self.draft.observe([state.inner for state in states], own)
         self.follow()

@@ -602,12 +602,12 @@ def test_a_marked_state_comes_back(engine, other):
     mark = cross.mark(state)
     for _ in range(9):
         news_of(cross, state, encode("e rest of it "))
-    assert state.reading.state.text.tokens == state.mirror.ids != before
+    assert state.reading.state.automaton.tokens == state.mirror.ids != before
     state = cross.rewind(state, mark)
-    assert state.mirror.ids == before == state.reading.state.text.tokens
+    assert state.mirror.ids == before == state.reading.state.automaton.tokens
     for _ in range(9):
         news_of(cross, state, encode("en some more "))
-        assert state.reading.state.text.tokens == state.mirror.ids
+        assert state.reading.state.automaton.tokens == state.mirror.ids
     assert state.reading.anchor > 0
 
 

@@ -88,7 +88,7 @@ def test_it_takes_part_in_requests_with_rules_alone(engine, grammars):
     assert engine.method("grammar").serving(False), "where it is alone, it stays"
     # Whether a draft pays on so small a model is for the clock to say; what it takes part in is not.
     request = engine.request("ab", SamplingParams(grammar=grammars(SCHEMAS["keys"])))
-    row = engine.running(request, engine.cache.open(), method, method.verifier)
+    row = engine.start_sequence(request, engine.cache.open(), method, method.verifier)
     assert set(named) <= row.all_members.keys()
     engine.release(row, method)
     without = engine.generate([5, 6, 5, 6, 5], drafter="auto", temperature=0, max_new_tokens=40)

@@ -224,11 +224,11 @@ def test_its_own_state_can_be_taken_back():
     )
     state = drafter.begin(Request(prompt=(1, 2, 1), num_cached=3))
     mark = drafter.mark(state)
-    state.members[0].text.extend([5])
+    state.members[0].automaton.extend([5])
     state.members[1].tokens.append(5)
     state.records[0].rate = 0.9
     back = drafter.rewind(state, mark)
-    assert back.members[0].text.tokens == back.members[1].tokens == [1, 2, 1]
+    assert back.members[0].automaton.tokens == back.members[1].tokens == [1, 2, 1]
     assert math.isclose(back.records[0].rate, 0.4)
     assert replace(back.records[0]) == back.records[0]
 
