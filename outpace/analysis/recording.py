@@ -210,8 +210,10 @@ def _one(
     teachers = [spec for spec, one in methods.items() if one.drafter.traits.previews]
     plain = engine.method("none")
     slot = engine.cache.open()
-    row = engine.running(request, slot, plain, engine.verifier(plain, request.params.temperature != 0.0))
-    begun = {spec: engine.running(request, slot, one, one.verifier) for spec, one in methods.items()}
+    row = engine.start_sequence(
+        request, slot, plain, engine.verifier(plain, request.params.temperature != 0.0)
+    )
+    begun = {spec: engine.start_sequence(request, slot, one, one.verifier) for spec, one in methods.items()}
     states = {spec: one.all_members[spec].state for spec, one in begun.items()}
     budgets = {spec: largest(one) for spec, one in methods.items()}
     row.members = row.all_members = {

@@ -98,7 +98,7 @@ class Ours:
                     reference=self.reference(case, settings),
                 )
             )
-        rows = (engine.running(one, engine.cache.open(), method, verifier) for one in ready)
+        rows = (engine.start_sequence(one, engine.cache.open(), method, verifier) for one in ready)
         done: dict[int, Result] = {}
         for chunk in engine.chunks(rows, method):
             if chunk.result is not None:

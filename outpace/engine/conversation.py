@@ -81,7 +81,7 @@ class Conversation:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
         self.num_cached = engine.cache.sync(self._slot, request.prompt[:-1])
-        row = engine.running(request, self._slot, method, verifier)
+        row = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
                 answer = {"role": "assistant", "content": chunk.result.text}
@@ -93,7 +93,6 @@ class Conversation:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """As ``close``."""
         self.close()
 
     def close(self) -> None:

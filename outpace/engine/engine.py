@@ -16,7 +16,15 @@ from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.engine.method import Method, SingleMethod, make
 from outpace.engine.recall import recall, remember
-from outpace.engine.requests import GenerationRequest, Wanted, check, each, rule_of, settle, together
+from outpace.engine.requests import (
+    GenerationRequest,
+    Wanted,
+    check,
+    grammar_of,
+    pair_with_params,
+    params_of_each,
+    references_of_each,
+)
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import ActiveSequence, Setup
@@ -267,7 +275,7 @@ class Engine:
         method = self.method(drafter)
         requests = (
             one
-            for number, (prompt, own) in enumerate(together(prompts, params, settings))
+            for number, (prompt, own) in enumerate(pair_with_params(prompts, params, settings))
             for one in self._requests([prompt], own, {}, chat, None, first=number)
         )
         for part in self._run(self._open(requests, method, reproducible), method, batch=batch):
@@ -300,10 +308,13 @@ class Engine:
     ) -> Iterator[GenerationRequest]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
-        wanted, references = settle(params, settings, len(prompts)), each(reference, len(prompts))
+        wanted, references = (
+            params_of_each(params, settings, len(prompts)),
+            references_of_each(reference, len(prompts)),
+        )
         for prompt, asked, own in zip(prompts, wanted, references, strict=True):
             request = self.request(prompt, asked, chat=chat, reference=own)
-            for one in request.each():
+            for one in request.answers():
                 yield replace(one, index=count if first is None else first)
                 count += 1
 
@@ -318,7 +329,7 @@ class Engine:
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
         check(ids, resolved, self.target, self.eos_ids)
-        rule = rule_of(ids, resolved, self.target)
+        rule = grammar_of(ids, resolved, self.target)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
             prompt=ids,
@@ -339,14 +350,14 @@ class Engine:
             slot = self.cache.open()
             try:
                 chosen = self.verifier(method, reproducible, one.params)
-                return self.running(one, slot, method, chosen)
+                return self.start_sequence(one, slot, method, chosen)
             except BaseException:
                 self.cache.close(slot)
                 raise
 
         return map(opened, requests)
 
-    def running(
+    def start_sequence(
         self, request: GenerationRequest, slot: int, method: Method, verifier: Verifier
     ) -> ActiveSequence:
         """A sequence whose slot may hold a prefix of its prompt already."""
@@ -370,10 +381,7 @@ class Engine:
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                members={
-                    name: Member(m.drafter.begin(request), method.budget_of(m), judges[name])
-                    for name, m in method.serving(warp.ruled).items()
-                },
+                members=_begun(request, method, warp.ruled, judges),
                 verifier=verifier,
                 policy_state=method.policy.begin(request.key, warp.greedy),
                 lossless=method.lossless(verifier),
@@ -439,3 +447,17 @@ class Engine:
         if self.target.defaults is not None:
             ids |= frozenset(self.target.defaults.eos_ids)
         return ids
+
+
+def _begun(
+    request: GenerationRequest, method: Method, ruled: bool, judges: Mapping[str, Verifier]
+) -> dict[str, Member]:
+    """Drafters that follow a sequence, each with a state of it. If one cannot begin, the others end."""
+    members: dict[str, Member] = {}
+    with ExitStack() as undo:
+        for name, one in method.serving(ruled).items():
+            state = one.drafter.begin(request)
+            undo.callback(one.drafter.end, state)
+            members[name] = Member(state, method.budget_of(one), judges[name])
+        undo.pop_all()
+    return members

@@ -162,7 +162,6 @@ def _lossy(what: str) -> SpecError:
 
 
 def read_size(text: str | None, who: str) -> int | None:
-    """Read ``tree_size``."""
     try:
         return None if text is None else int(text)
     except ValueError:

@@ -45,7 +45,7 @@ class GenerationRequest(Request):
     traced: bool = False
     """Whether every piece of its answer brings its pass along."""
 
-    def each(self) -> Iterator[GenerationRequest]:
+    def answers(self) -> Iterator[GenerationRequest]:
         """One for each of the ``params.n`` answers, numbered from 0. The first has the seed that the
         user gave, later ones seeds that are hashed from it; where none was given they are drawn.
         """
@@ -69,7 +69,7 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids:
         )
 
 
-def rule_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Grammar | None:
+def grammar_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Grammar | None:
     """What says which tokens may follow in an answer; None: nothing does.
 
     Raises:
@@ -85,7 +85,7 @@ def rule_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Gramm
     return rule
 
 
-def settle(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:
+def params_of_each(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:
     """One SamplingParams per prompt.
 
     Raises:
@@ -107,14 +107,14 @@ def settle(params: Wanted, settings: dict[str, Any], count: int) -> list[Samplin
     return list(params)
 
 
-def together(
+def pair_with_params(
     prompts: Iterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None,
     settings: dict[str, Any],
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Pair prompts with their params, taking both one by one, the prompt first."""
     if params is None or isinstance(params, SamplingParams):
-        params = repeat(settle(params, settings, 1)[0])
+        params = repeat(params_of_each(params, settings, 1)[0])
     elif settings:
         raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
     for number, (prompt, own) in enumerate(zip(prompts, chain(params, repeat(None)), strict=False)):
@@ -123,7 +123,7 @@ def together(
         yield prompt, own
 
 
-def each(reference: Any, count: int) -> list[Reference | None]:
+def references_of_each(reference: Any, count: int) -> list[Reference | None]:
     """One reference, or None, per prompt; a single one serves all.
 
     Raises:

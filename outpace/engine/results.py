@@ -98,7 +98,7 @@ class Result:
         return (len(self.tokens) - 1) / decode if decode > 0 else 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values, keys as in the glossary."""
+        """Plain values, with the keys of docs/json.md."""
         c = self.counters
         out: dict[str, Any] = {
             "text": self.text,

@@ -74,8 +74,6 @@ class ActiveSequence:
         """What broke its text; the sequence is then finished."""
         self.behind = False
         """Whether its slot has lost text that was read already."""
-        self.num_cached = 0
-        """Prompt tokens that its slot held before any pass."""
         self.asked: float | None = None
         """When it was asked for, by ``time.perf_counter``; None: when it was made."""
         self.chunks: list[Chunk] = []
@@ -221,7 +219,7 @@ class ActiveSequence:
             lossless=self.setup.lossless,
             logprobs=tuple(self._logprobs) if self.params.logprobs is not None else None,
             queue_seconds=0.0 if self.asked is None else self._began - self.asked,
-            cached_tokens=self.num_cached,
+            cached_tokens=self.request.num_cached,
             by_drafter={
                 name: DrafterCounts(drafts=one, drafted=drafted, accepted=accepted, accepted_at=tuple(at))
                 for name, ((one, drafted, accepted), at) in self._by_drafter.items()

@@ -58,7 +58,7 @@ class State:
     """Drafter -> what is kept, over what is expected by all texts."""
     asked: Offer | None = None
     quiet: int = 0
-    """Grows with every look that led to no draft; 2 to this power steps pass till the next."""
+    """Plans in a row that led to no draft, up to a limit. It is planned for in one of 2**quiet steps."""
     menus: dict[str, Menu] = field(default_factory=dict)
     """Drafter -> what it offers, as it was weighed last."""
 

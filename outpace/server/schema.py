@@ -1,7 +1,7 @@
 """Bodies of requests: fields of the OpenAI API, those that other servers added, and our own.
 
 A field that is not here is an error that names it. Fields that cannot change an answer are taken
-and not read (`Body.UNREAD`).
+and not read (``UNREAD`` of each kind of body).
 """
 
 from __future__ import annotations

@@ -35,9 +35,7 @@ LOG = logging.getLogger("outpace.serving")
 class Ticket:
     """A request under way. Safe to use from any thread."""
 
-    def __init__(self, answers: int, nudge: Callable[[], None]) -> None:
-        self.answers = answers
-        """Answers that were asked for; each ends with one Done or Failed."""
+    def __init__(self, nudge: Callable[[], None]) -> None:
         self.cancelled = False
         """Nobody wants the rest. Set from any thread."""
         self.deaf = False
@@ -146,9 +144,9 @@ class Batch:
     def _begin(self, answer: Answer, slot: int) -> ActiveSequence:
         request, method = answer.request, answer.method
         verifier = self.engine.verifier(method, request.reproducible, request.params)
-        row = self.engine.running(request, slot, method, verifier)
+        row = self.engine.start_sequence(request, slot, method, verifier)
         row.policy_state = Own(method.policy, row.policy_state)
-        row.asked, row.num_cached = answer.asked, self.engine.cache.length(slot)
+        row.asked = answer.asked
         row.watch = described if request.traced else None
         if request.prompt_logprobs is not None:
             answer.scores = PromptScores(request.prompt, request.prompt_logprobs)

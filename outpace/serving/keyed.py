@@ -1,4 +1,4 @@
-"""What is kept apart for every key cannot come from one file."""
+"""Check that what is kept per key is not shared through one file."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from typing import Any
 from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import GenerationRequest, check, settle
+from outpace.engine.requests import GenerationRequest, check, params_of_each
 from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt
@@ -141,7 +141,7 @@ class Service:
         Raises:
             RequestError: what ``submit`` would refuse.
         """
-        (own,) = settle(params, settings, 1)
+        (own,) = params_of_each(params, settings, 1)
         request = self.engine.request(prompt, own, chat=chat, reference=reference)
         request = replace(request, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
         self._check(request)
@@ -164,7 +164,7 @@ class Service:
             RequestError: a request that can never be served.
         """
         method = self._check(request)
-        ones = list(replace(request, key="" if self.share_across_keys else key).each())
+        ones = list(replace(request, key="" if self.share_across_keys else key).answers())
         with self._wake:
             if self._broken is not None:
                 raise ServiceClosed("the service has broken down; start it anew")
@@ -175,7 +175,7 @@ class Service:
                     f"{len(self._waiting)} answers are waiting, and {len(ones)} more are too many "
                     f"(max_queue={self.max_queue}); try again later"
                 )
-            ticket = Ticket(len(ones), self._nudge)
+            ticket = Ticket(self._nudge)
             for one in ones:
                 self._waiting.append(Answer(one, listen, ticket, method))
             self._wake.notify()

@@ -132,7 +132,7 @@ class _Crowd:
     def _join(self, number: int, request: GenerationRequest, slot: int, group: _Group) -> None:
         verifier = self._engine.verifier(self._method, None, request.params)
         try:
-            row = self._engine.running(request, slot, self._method, verifier)
+            row = self._engine.start_sequence(request, slot, self._method, verifier)
         except BaseException:
             if slot != group.slot:
                 self._engine.cache.close(slot)

@@ -309,7 +309,7 @@ def test_cache_equals_a_fresh_prefill_after_every_commit(engine, spec, temperatu
     method = engine.method(spec)
     params = SamplingParams(**settings).resolved(None)
     running = [
-        engine.running(
+        engine.start_sequence(
             GenerationRequest(prompt=tuple(p), params=params, seed=3),
             engine.cache.open(),
             method,

@@ -54,6 +54,21 @@ def test_drafters_for_long_texts_take_part_where_texts_can_be_long(engine):
     assert not {row.drafter for row in rows} & set(able), "nothing is asked of them while texts are short"
 
 
+def test_a_drafter_that_cannot_begin_leaves_no_state_of_the_others(engine, monkeypatch):
+    spec = "auto[drafters=prompt_lookup+suffix]"
+    first, second = (one.drafter for one in engine.method(spec).members.values())
+    ended: list[object] = []
+
+    def fail(request):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(first, "end", ended.append, raising=False)
+    monkeypatch.setattr(second, "begin", fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        engine.generate(PROMPTS[:1], drafter=spec, **SETTINGS)
+    assert len(ended) == 1 and engine.cache.slots == 0
+
+
 def test_of_what_ships_eagle3_emits_most():
     made = {folder.name: read_measured(folder) for folder in SHIPPED.iterdir() if folder.is_dir()}
     emitted = {name: one["mean_emitted"] for name, one in made.items() if one and name != "max_gram"}

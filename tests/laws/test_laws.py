@@ -145,5 +145,5 @@ def test_chosen_siblings_are_kept_with_the_mass_they_hold():
 
 def test_caught_bugs_are_far_above_rounding():
     assert CAUGHT > 1e8 * 1e-12
-    assert Tree(TreeConfig()).draws is Drawn.DISTINCT
+    assert Tree().draws is Drawn.DISTINCT
     assert Tree(TreeConfig(replacement=True)).draws is Drawn.IID

@@ -29,7 +29,7 @@ class Silent:
     """A service that says what it is told to say."""
 
     def submit(self, request, listen, *, key):
-        self.listen, self.ticket = listen, Ticket(1, lambda: None)
+        self.listen, self.ticket = listen, Ticket(lambda: None)
         return self.ticket
 
 

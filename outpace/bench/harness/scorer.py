@@ -88,7 +88,7 @@ class Scorer:
                 whole = (*context, *rest)[-self.longest :]
                 request = self.engine.request(whole[:-1], _ONE)
                 slot = self.engine.cache.open()
-                row = self.engine.running(request, slot, method, self.engine.verifier(method, None))
+                row = self.engine.start_sequence(request, slot, method, self.engine.verifier(method, None))
                 row.read_prompt = self._reader(found, number, whole, len(rest))
                 yield row
 

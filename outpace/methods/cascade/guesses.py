@@ -63,7 +63,7 @@ class Origin:
 class Guesses:
     """A draft under construction: a chain, and what could have come in place of its first token.
 
-    It is the row of the inner steps that build it.
+    Implements ``outpace.machine.StepSequence``, so that inner steps can build it.
 
     Args:
         row: what was asked; its coins are the outer ones.

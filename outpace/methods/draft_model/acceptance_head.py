@@ -39,7 +39,7 @@ LAST = "hidden.-1"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HeadShape:
     width: int
-    """W."""
+    """Hidden size of the draft model, W."""
     blocks: int
     """Residual blocks that a state goes through."""
     tied: bool
