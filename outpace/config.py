@@ -141,15 +141,20 @@ def _words(text: str, whole: str) -> list[str]:
 
 
 def split_specs(text: str, mark: str = ",") -> list[str]:
-    """Split a list of specs at commas, or another mark, outside brackets."""
-    specs, depth = [""], 0
+    """Split a list of specs at commas, or another mark, outside brackets. Empty ones are left out."""
+    return [spec for spec in split_outside(text, mark) if spec]
+
+
+def split_outside(text: str, mark: str) -> list[str]:
+    """Split at a mark outside brackets; parts may be empty."""
+    parts, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
         if char == mark and depth == 0:
-            specs.append("")
+            parts.append("")
         else:
-            specs[-1] += char
-    return [spec.strip() for spec in specs if spec.strip()]
+            parts[-1] += char
+    return [part.strip() for part in parts]
 
 
 def build(config: type[C], options: Mapping[str, str], who: str) -> C:

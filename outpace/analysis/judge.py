@@ -16,8 +16,8 @@ from outpace.analysis.recording import Text
 from outpace.analysis.replay import Device, Replay, best_choice, whole
 from outpace.analysis.scenarios import scenarios
 from outpace.config import MethodSpec
+from outpace.drafters.parts import make
 from outpace.engine.engine import Engine
-from outpace.engine.method import make
 from outpace.params import SamplingParams
 from outpace.policies.base import Policy
 from outpace.types import StepRecord

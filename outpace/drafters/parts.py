@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace import registry
-from outpace.config import PLAN_KEYS, MethodSpec, build
+from outpace.config import PLAN_KEYS, MethodSpec, build, split_outside
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import Target
@@ -18,16 +18,9 @@ def split_parts(text: str, who: str) -> list[MethodSpec]:
         SpecError: an empty part, a spec that cannot be read, or one that says how its drafts are
             to be grown or verified, which the whole decides.
     """
-    parts, depth = [""], 0
-    for char in text:
-        depth += (char == "[") - (char == "]")
-        if char == "+" and depth == 0:
-            parts.append("")
-        else:
-            parts[-1] += char
     specs = []
-    for part in parts:
-        if not part.strip():
+    for part in split_outside(text, "+"):
+        if not part:
             raise SpecError(f"{who}: {text!r} has an empty part; write SPEC+SPEC+...")
         spec = MethodSpec.parse(part)
         _, plan = spec.split()
@@ -40,7 +33,7 @@ def split_parts(text: str, who: str) -> list[MethodSpec]:
     return specs
 
 
-def drafter(spec: MethodSpec, target: Target) -> Drafter[Any]:
+def load_part(spec: MethodSpec, target: Target) -> Drafter[Any]:
     """Load a part.
 
     Raises:
@@ -55,7 +48,7 @@ def drafter(spec: MethodSpec, target: Target) -> Drafter[Any]:
     return cls.load(build(cls.Config, dict(spec.options), who), target)
 
 
-def made(kind: registry.Kind, name: str) -> Any:
-    """A verifier or policy with its default settings."""
-    cls = registry.load(kind, name)
-    return cls(build(cls.Config, {}, f"{kind} {name!r}"))
+def make(kind: registry.Kind, spec: MethodSpec) -> Any:
+    """A verifier or policy from its spec."""
+    cls = registry.load(kind, spec.name)
+    return cls(build(cls.Config, dict(spec.options), f"{kind} {spec.name!r}"))

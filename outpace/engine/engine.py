@@ -14,7 +14,8 @@ import torch
 from outpace import registry
 from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.engine.method import Method, SingleMethod, make
+from outpace.drafters.parts import make
+from outpace.engine.method import Method, SingleMethod
 from outpace.engine.recall import recall, remember
 from outpace.engine.requests import (
     GenerationRequest,

@@ -9,6 +9,7 @@ from typing import Any
 from outpace import registry
 from outpace.config import MethodSpec, build
 from outpace.drafters.base import Drafter
+from outpace.drafters.parts import make
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
@@ -166,9 +167,3 @@ def read_size(text: str | None, who: str) -> int | None:
         return None if text is None else int(text)
     except ValueError:
         raise SpecError(f"{who}: tree_size={text!r} is not a whole number") from None
-
-
-def make(kind: registry.Kind, spec: MethodSpec) -> Any:
-    """A verifier or policy from its spec."""
-    cls = registry.load(kind, spec.name)
-    return cls(build(cls.Config, dict(spec.options), f"{kind} {spec.name!r}"))

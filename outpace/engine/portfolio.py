@@ -23,8 +23,9 @@ from functools import cached_property
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
 from outpace.drafters.base import Traits
+from outpace.drafters.parts import make
 from outpace.drafters.trained import CONFIG, candidates, home, read_measured, taught
-from outpace.engine.method import Method, SingleMethod, make
+from outpace.engine.method import Method, SingleMethod
 from outpace.errors import OutpaceError, SpecError
 from outpace.models.base import VIEWS, Target
 from outpace.policies.base import Policy

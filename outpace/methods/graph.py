@@ -40,8 +40,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, ExpandingDrafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.models.base import TREE, Target
@@ -127,8 +127,8 @@ class Graph(WrappingDrafter[Any]):
             ModelError: as it raises it.
         """
         who = "drafter 'graph'"
-        spec, *more = build.split_parts(config.draft, who)
-        draft = build.drafter(spec, target)
+        spec, *more = split_parts(config.draft, who)
+        draft = load_part(spec, target)
         apart = (
             draft.language_model is not None or bool(draft.traits.taps)
         ) and not draft.traits.uses_target_cache

@@ -28,9 +28,10 @@ import torch
 
 from outpace.clock import Clocks, PassClock
 from outpace.coins import Stream
-from outpace.drafters import parts
+from outpace.config import MethodSpec
 from outpace.drafters.ahead import CoinsAhead, WarpAhead
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, make, split_parts
 from outpace.drafters.viewing import Seeing, seeing
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
@@ -189,8 +190,8 @@ class Triforce(WrappingDrafter[State]):
         least = self.rule.listed + self.rule.window + self.rule.run
         self.traits = replace(self.traits, least_context=least)
         super().__init__([inner])
-        self.verifier: Verifier = parts.made("verifier", "tree")
-        self.coupled: Verifier = parts.made("verifier", "coupled")
+        self.verifier: Verifier = make("verifier", MethodSpec("tree"))
+        self.coupled: Verifier = make("verifier", MethodSpec("coupled"))
         own = inner.traits
         nodes = config.guesses if own.default_tree is None else own.default_nodes
         shape = CHAIN if own.default_tree is None else budget(own.default_tree, nodes, nodes).shape
@@ -205,8 +206,8 @@ class Triforce(WrappingDrafter[State]):
             SpecError: one that cannot be read, or that drafts in the target's own slots.
             ModelError: as the inner drafter raises it.
         """
-        (spec, *more) = parts.split_parts(config.draft, "drafter 'triforce'")
-        inner = parts.drafter(spec, target)
+        (spec, *more) = split_parts(config.draft, "drafter 'triforce'")
+        inner = load_part(spec, target)
         taken_back = not inner.traits.taps or type(inner).rewind is not Drafter.rewind
         if more or inner.traits.uses_target_cache or not taken_back:
             raise SpecError(

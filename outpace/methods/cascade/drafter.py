@@ -40,8 +40,9 @@ from functools import cached_property
 from typing import Any
 
 from outpace.clock import PassClock
-from outpace.drafters import parts as build
+from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, make, split_parts
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.cascade.choice import DEAR, LEAST_SHARE, TAIL, Belief, choose
@@ -134,9 +135,9 @@ class Cascade(WrappingDrafter[State]):
                 number,
                 models[number - 1],
                 _staged(below, k, number, self.lenient),
-                verifier=build.made("verifier", "tree"),
-                coupled=build.made("verifier", "coupled"),
-                policy=build.made("policy", "fixed"),
+                verifier=make("verifier", MethodSpec("tree")),
+                coupled=make("verifier", MethodSpec("coupled")),
+                policy=make("policy", MethodSpec("fixed")),
                 clock=self.clock,
                 lenience=lenience,
             )
@@ -162,8 +163,8 @@ class Cascade(WrappingDrafter[State]):
             ModelError: as the levels raise it.
         """
         who = "drafter 'cascade'"
-        parts = build.split_parts(config.levels, who)
-        drafters = [build.drafter(spec, target) for spec in parts]
+        parts = split_parts(config.levels, who)
+        drafters = [load_part(spec, target) for spec in parts]
         models = [d.language_model for d in drafters]
         speaking = [model for model in models if model is not None]
         lookup = drafters[-1] if models[-1] is None else None

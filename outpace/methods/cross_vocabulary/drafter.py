@@ -31,8 +31,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.config import MethodSpec
-from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import ModelError, SpecError
 from outpace.methods.cross_vocabulary.follower import Follower, News, Reading
@@ -128,13 +128,13 @@ class CrossVocabulary(WrappingDrafter[State]):
         model = load_beside(target, config.model, config.dtype)
         specs = [MethodSpec("draft_model", (("model", model.name),))]
         if config.drafter is not None:
-            specs = build.split_parts(config.drafter, "drafter 'cross_vocabulary'")
+            specs = split_parts(config.drafter, "drafter 'cross_vocabulary'")
         if len(specs) > 1:
             raise SpecError(
                 f"drafter 'cross_vocabulary': {config.drafter} names {len(specs)} drafters; give "
                 "one, such as select[members=A+B]"
             )
-        return cls(build.drafter(specs[0], model), model, target, config.by)
+        return cls(load_part(specs[0], model), model, target, config.by)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:
         return [(self.drafter, state.reading.state)]

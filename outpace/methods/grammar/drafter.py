@@ -28,9 +28,9 @@ from typing import Any
 import torch
 
 from outpace.coins import Stream
-from outpace.drafters import parts as build
 from outpace.drafters.ahead import CoinsAhead, WarpAhead
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.worth import Chances, as_own, judged, promise
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
@@ -103,10 +103,10 @@ class Grammar(WrappingDrafter[_State]):
             SpecError: several.
             ModelError: as it raises it.
         """
-        found = build.split_parts(config.drafter, "drafter 'grammar'")
+        found = split_parts(config.drafter, "drafter 'grammar'")
         if len(found) != 1:
             raise SpecError(f"drafter 'grammar': drafter must be one drafter, got {config.drafter}")
-        return cls(build.drafter(found[0], target))
+        return cls(load_part(found[0], target))
 
     def inner(self, state: _State) -> list[tuple[Drafter[Any], Any]]:
         return [(self.drafter, state.inner)]

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
-from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, ExpandingDrafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.worth import Chances, as_own
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
@@ -119,10 +119,10 @@ class Hybrid(WrappingDrafter[_State]):
         """
         loaded = []
         for part, spec in (("lookup", config.lookup), ("head", config.head)):
-            found = build.split_parts(spec, f"drafter 'hybrid', {part}")
+            found = split_parts(spec, f"drafter 'hybrid', {part}")
             if len(found) != 1:
                 raise SpecError(f"drafter 'hybrid': {part} must be one drafter, got {spec}")
-            loaded.append(build.drafter(found[0], target))
+            loaded.append(load_part(found[0], target))
         lookup, head = loaded
         if not lookup.traits.previews or lookup.traits.samples:
             raise SpecError(f"drafter 'hybrid': {config.lookup} states no chances; use lookup=suffix")

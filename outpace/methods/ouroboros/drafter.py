@@ -38,8 +38,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from outpace import registry
-from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.ouroboros.phrases import Phrases, Pool, discarded
@@ -120,8 +120,8 @@ class Ouroboros(WrappingDrafter[_State]):
             ModelError: as it raises it.
         """
         who = "drafter 'ouroboros'"
-        spec, *more = build.split_parts(config.draft, who)
-        draft = build.drafter(spec, target)
+        spec, *more = split_parts(config.draft, who)
+        draft = load_part(spec, target)
         if more or not draft.traits.samples:
             raise SpecError(
                 f"{who}: draft must be one drafter that has a distribution, such as "

@@ -28,8 +28,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from outpace.drafters import parts as build
 from outpace.drafters.base import Drafter, Request, Traits
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.worth import as_own
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
@@ -113,11 +113,11 @@ class Select(WrappingDrafter[_State]):
             ModelError: as the members raise it.
         """
         who = "drafter 'select'"
-        specs = build.split_parts(config.members, who)
+        specs = split_parts(config.members, who)
         names = [str(spec) for spec in specs]
         if len(set(names)) < max(2, len(names)):
             raise SpecError(f"{who}: members must be two or more different drafters, got {config.members}")
-        return cls(config, [build.drafter(spec, target) for spec in specs])
+        return cls(config, [load_part(spec, target) for spec in specs])
 
     def follow(self) -> None:
         """Take over the members' traits; one that is lent no slot does not need it."""
