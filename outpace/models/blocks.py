@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
 from outpace.models.products import Stored, store_numbers, store_place
-from outpace.models.quantize import quantized
+from outpace.models.quantize import quantized, rounded
 from outpace.models.rowwise import Norm
 from outpace.models.weights import Checkpoint
 
@@ -92,15 +93,20 @@ def head_name(config: DecoderConfig) -> str:
 
 
 def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
-    """Read the embedding, the last norm and the head; the embedding is never quantized."""
+    """Read the embedding, the last norm and the head. An embedding is rounded if the head is tied to it."""
     read = _Reader(checkpoint, form)
     name, dtype = head_name(checkpoint.config), form.dtype
     head = read.linear([name.removesuffix(".weight")], False)
-    by_rows = checkpoint.config.tied_head and head.packed
+    tied = checkpoint.config.tied_head
+    by_rows = tied and head.packed
     if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
         by_rows, dtype = True, torch.float32
-    embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows)
-    if checkpoint.config.tied_head and head.product is not None and len(head.product.matrices) == 1:
+    rounding = None
+    if tied and form.quantize is not None:  # compiled code reads the same vectors off the head, in float32
+        given = dtype if head.product is None else torch.float32
+        rounding = partial(rounded, kind=form.quantize, dtype=given)
+    embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows, rounding=rounding)
+    if tied and head.product is not None and len(head.product.matrices) == 1:
         embed.vectors = head
     return Ends(embed=embed, norm=read.norm("model.norm"), head=head)
 

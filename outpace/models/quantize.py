@@ -44,13 +44,22 @@ def quantized(weight_OI: Tensor, bias_O: Tensor | None, kind: str) -> Linear:
     Args:
         weight_OI: float32 or bfloat16; not kept.
     """
-    name, rounded = KINDS[kind]
     inputs, dtype = weight_OI.shape[1], weight_OI.dtype
-    rows = torch.cat([rounded(_blocks(part_OI.float())) for part_OI in torch.split(weight_OI, _PORTION)])
-    if works():
-        return Linear.stored([store_rows(name, rows, inputs)], bias_O, dtype)
-    dense_OF = expand(rows.view(-1), name).view(len(rows), -1)
-    return Linear(dense_OF[:, :inputs].to(dtype), bias_O)
+    if not works():
+        return Linear(rounded(weight_OI, kind, dtype), bias_O)
+    portions = [_codes(part_OI, kind) for part_OI in torch.split(weight_OI, _PORTION)]
+    return Linear.stored([store_rows(KINDS[kind][0], torch.cat(portions), inputs)], bias_O, dtype)
+
+
+def rounded(weight_OI: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """The matrix that a rounded one stands for. Every row is rounded by itself."""
+    portions = [_codes(part_OI, kind) for part_OI in torch.split(weight_OI, _PORTION)]
+    dense_OF = expand(torch.cat(portions).view(-1), KINDS[kind][0]).view(len(weight_OI), -1)
+    return dense_OF[:, : weight_OI.shape[1]].to(dtype)
+
+
+def _codes(weight_OI: Tensor, kind: str) -> Tensor:
+    return KINDS[kind][1](_blocks(weight_OI.float()))
 
 
 def note(linears: Sequence[Linear], kind: str) -> str:

@@ -256,10 +256,11 @@ def test_a_pass_says_what_is_largest(made):
         assert scored.best == (best_rows([scored.logits_TV]) if name == "llama" else None), "caps make ties"
 
 
+@pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tied_head_gives_the_vectors_of_ids(tmp_path, dtype):
+def test_a_tied_head_gives_the_vectors_of_ids(tmp_path, dtype, quantize):
     save_hf(tmp_path, "gemma3", **{**SIZES, "tie_word_embeddings": True})
-    decoder = Decoder.load(SafetensorsCheckpoint(tmp_path), dtype=dtype)
+    decoder = Decoder.load(SafetensorsCheckpoint(tmp_path), dtype=dtype, quantize=quantize)
     assert decoder._programs._vectors is not None and decoder.config.embed_scale != 1.0
     ids = [0, 1, 15, 16, 40, 95, 95]
     scored = decoder.score(

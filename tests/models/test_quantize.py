@@ -217,3 +217,15 @@ def test_what_cannot_be_rounded_is_refused_in_one_line(folder):
     with pytest.raises(ModelError, match="in memory and not rounded to 'int4'"):
         load_target(target, quantize="int4")
     assert load_target(target.quantized("int4"), quantize="int4").quantize == "int4"
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_passes_that_begin_above_the_embedding_see_the_vectors_that_others_do(tmp_path, kind):
+    save_hf(tmp_path, "llama", **{**WIDE, "tie_word_embeddings": True, "num_hidden_layers": 2})
+    engine = Engine.load(tmp_path, drafter="none", dtype="float32", quantize=kind)
+    prompts = [[(i * j) % 90 + 2 for j in range(1, 9)] for i in range(1, 13)]
+    settings = {"max_new_tokens": 24, "ignore_eos": True, "temperature": 0.0}
+    want = [result.tokens for result in engine.generate(prompts, **settings)]
+    for drafter in ("early_exit[layer=1]", "early_exit[layer=1 tree=3x2x1]"):
+        got = [result.tokens for result in engine.generate(prompts, drafter=drafter, **settings)]
+        assert got == want, drafter
