@@ -1,14 +1,11 @@
-"""Which sequences run in the next pass.
+"""Chunked prefill: which sequences run in the next pass.
 
-    read    prompts, a bounded chunk of tokens per pass, half of it of the one that came first
-    decode  a step of all sequences whose text is read
+    prefill   a chunk of prompt tokens, at least half of it of the prompt that came first
+    decode    a step of all sequences whose prompt is in the cache
 
-Where there is both to do, the two take turns. So a long prompt holds the others up by one chunk
-between two of their plain steps, and nobody waits for it to end. A step that brings several tokens
-takes longer, so as many chunks are read in a turn: else prompts would wait for drafts, and the
-batch that drafts are made for would shrink. Reading has passes of its own: a step then has few
-rows, a number for which results are known not to depend on the neighbours to the last bit, and what
-it costs stays a matter of its drafts, which policies weigh.
+The two alternate, so a long prompt delays the others by one chunk per step. The chunk grows with the
+tokens that a step brings, up to 4 times: otherwise drafts would starve the queue. Prefill has passes
+of its own, because results of small passes do not depend on their neighbours to the last bit.
 
 Sequences join and leave between passes.
 """
@@ -17,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import nullcontext
+from itertools import islice
 
 import torch
 
@@ -24,9 +22,9 @@ from outpace.engine.sequence import ActiveSequence
 from outpace.machine import Machine
 from outpace.step import prefill, step
 
-_AS_IT_IS = nullcontext()
-_ALONE = 4
-"""Chunks in one pass, while nobody decodes who would be held up by it; and most beside others."""
+_UNCHANGED = nullcontext()
+_MOST_CHUNKS = 4
+"""Chunks of one prefill pass: so many while nobody decodes, and at most so many otherwise."""
 
 
 class Scheduler:
@@ -73,6 +71,7 @@ class Scheduler:
 
     def advance_one(self, row: ActiveSequence) -> None:
         """Run one pass for one sequence alone."""
+        self._wake(row)  # the pass that read the last of its text may have failed behind its commit
         if row.reading:
             self._read([row], self.machine.chunk)
         else:
@@ -90,7 +89,7 @@ class Scheduler:
         return reading, [row for row in self.active if not row.reading]
 
     def _most(self, decoding: list[ActiveSequence]) -> int:
-        chunks = min(max(1.0, self._emitted), _ALONE) if decoding else _ALONE
+        chunks = min(max(1.0, self._emitted), _MOST_CHUNKS) if decoding else _MOST_CHUNKS
         return round(self.machine.chunk * chunks)
 
     def _left_to_read(self, row: ActiveSequence) -> int:
@@ -118,14 +117,14 @@ class Scheduler:
 
     def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
-        with _AS_IT_IS if torch.is_inference_mode_enabled() else self._mode:
+        with _UNCHANGED if torch.is_inference_mode_enabled() else self._mode:
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._left(rows)
 
     def _wake(self, row: ActiveSequence) -> None:
         if row.behind and self.machine.cache.length(row.slot) == row.goal:
-            row.caught_up()
+            row.behind, row.members = False, row.all_members
 
     def _left(self, part: list[ActiveSequence]) -> list[ActiveSequence]:
         if any(row.finished for row in part):
@@ -150,14 +149,9 @@ def run(
     """
     waiting = iter(sequences)
     scheduler = Scheduler(machine)
-    more = True
     while True:
-        while more and (batch is None or len(scheduler.active) < batch):
-            row = next(waiting, None)
-            if row is None:
-                more = False
-            else:
-                scheduler.join(row)
+        for row in islice(waiting, None if batch is None else batch - len(scheduler.active)):
+            scheduler.join(row)
         if not scheduler.active:
             return
         part = scheduler.advance()

@@ -206,13 +206,15 @@ class Batch:
 
     def advance(self) -> None:
         """Run one pass, after which ``victims`` are to be queued anew."""
-        while not self.memory.settle(list(self.running)):
+        while not self._fits():
             row = max(self.running, key=lambda one: self.running[one].asked)
             answer = self.running.pop(row)
             self._scheduler.leave(row)
             suspend(row, self.engine.cache)
             self._preempted += 1
             self.victims.append(answer)
+        if not self.running:
+            return
         before = {row: self._place(row) for row in self.running}
         self._passes += 1
         try:
@@ -225,6 +227,19 @@ class Batch:
             if row.error is None and row.new_tokens <= 1:
                 self._store(row)
             self._deliver(row)
+
+    def _fits(self) -> bool:
+        """Whether the next pass has room. Where no memory can be had, fewer must do; a single one fails."""
+        try:
+            return self.memory.settle(list(self.running))
+        except Exception as error:
+            if len(self.running) > 1:
+                return False
+            for row in list(self.running):
+                self._scheduler.leave(row)
+                row.fail(error)
+                self._deliver(row)
+            return True
 
     def _store(self, row: ActiveSequence) -> None:
         """Keep its text for others; if that fails, it fails for this row alone."""

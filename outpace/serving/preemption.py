@@ -55,5 +55,5 @@ def restart(
     for name, member in row.all_members.items():
         if names is None or name in names:
             drafter = method.members[name].drafter
-            drafter.end(member.state)
-            member.state = drafter.begin(request)
+            old, member.state = member.state, drafter.begin(request)
+            drafter.end(old)

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from outpace import Engine, RequestError, SamplingParams
+from outpace.engine.scheduler import Scheduler
+from outpace.machine import Machine
 from outpace.methods.lookup.prompt_lookup import PromptLookup
 
 PROMPTS = [[5, 9, 11, 5, 9], [40, 41, 42, 43, 44, 40], [77], list(range(3, 60)), [8, 8, 8], [12, 4]]
@@ -131,3 +133,20 @@ def test_a_reference_reaches_the_drafter(monkeypatch, engine, given):
     assert seen == [tuple(ids)] * 3 + [None]
     with pytest.raises(RequestError, match="3 references for 2 prompts"):
         engine.generate(PROMPTS[:2], reference=[None] * 3)
+
+
+def test_a_text_that_is_back_in_its_slot_goes_on_alone(engine):
+    """A pass may fail behind its commit, so the slot holds all that was to be read."""
+    params = SamplingParams(max_new_tokens=6, ignore_eos=True)
+    method = engine.method("none")
+    request = engine.request(PROMPTS[0], params)
+    row = engine.start_sequence(request, engine.cache.open(), method, method.verifier)
+    drafters = {name: one.drafter for name, one in method.members.items()}
+    scheduler = Scheduler(Machine(engine.target, engine.cache, drafters, method.policy))
+    scheduler.join(row)
+    while row.new_tokens < 2:
+        scheduler.advance()
+    row.behind = True
+    while not row.finished:
+        scheduler.advance_one(row)
+    assert row.result().tokens == engine.generate(PROMPTS[0], params, drafter="none").tokens

@@ -12,6 +12,7 @@ from outpace.methods.lookup.suffix import Suffix
 from outpace.models.decoder import Decoder
 from outpace.sampling import Warp
 from outpace.serving.events import Done, Failed, Tokens
+from outpace.serving.memory import Memory
 from outpace.serving.per_request_policy import PerRequestPolicy
 from outpace.serving.service import Service
 from outpace.stops import StopChecker
@@ -25,6 +26,8 @@ SETTINGS = [
     {"temperature": 0.0, "presence_penalty": 0.2},
 ]
 POINTS = {
+    "make room": (Memory, "settle"),
+    "begin": (Suffix, "begin"),
     "plan": (PerRequestPolicy, "plan"),
     "promise": (Suffix, "promise"),
     "draft": (Suffix, "propose"),
@@ -143,3 +146,15 @@ def test_a_listener_of_the_engine_that_fails_changes_no_text(undisturbed):
     engine.listeners.append(listener)
     heard = answers(engine)
     assert [(one.text, one.ids) for one in heard] == undisturbed and len(calls) > 6
+
+
+def test_a_drafter_that_cannot_begin_anew_costs_its_own_sequence_alone(engine, undisturbed, monkeypatch):
+    ended, end = [], Suffix.end
+    monkeypatch.setattr(Suffix, "end", lambda self, state: (ended.append(state), end(self, state)))
+    throws(monkeypatch, Suffix, "observe", (3, False))
+    throws(monkeypatch, Suffix, "begin", (len(PROMPTS) + 1, False))
+    heard = answers(engine)
+    assert sum(isinstance(one.end, Failed) for one in heard) == 1
+    assert len(ended) == len({id(state) for state in ended}) >= len(PROMPTS), "each state ends once"
+    for one, (text, ids) in zip(heard, undisturbed, strict=True):
+        assert isinstance(one.end, Failed) or (one.text, one.ids) == (text, ids)
