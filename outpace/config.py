@@ -140,21 +140,16 @@ def _words(text: str, whole: str) -> list[str]:
     return [word for word in words if word]
 
 
-def split_specs(text: str, mark: str = ",") -> list[str]:
-    """Split a list of specs at commas, or another mark, outside brackets. Empty ones are left out."""
-    return [spec for spec in split_outside(text, mark) if spec]
-
-
-def split_outside(text: str, mark: str) -> list[str]:
-    """Split at a mark outside brackets; parts may be empty."""
-    parts, depth = [""], 0
+def split_specs(text: str, mark: str = ",", *, empty: bool = False) -> list[str]:
+    """Split a list of specs at commas, or another mark, outside brackets; keep empty ones if asked."""
+    specs, depth = [""], 0
     for char in text:
         depth += (char == "[") - (char == "]")
         if char == mark and depth == 0:
-            parts.append("")
+            specs.append("")
         else:
-            parts[-1] += char
-    return [part.strip() for part in parts]
+            specs[-1] += char
+    return [spec.strip() for spec in specs if empty or spec.strip()]
 
 
 def build(config: type[C], options: Mapping[str, str], who: str) -> C:

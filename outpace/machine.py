@@ -113,20 +113,20 @@ class Machine:
 
 
 def foresee(
-    machine: Machine, rows: Sequence[StepSequence], room_B: Sequence[Budget], least_B: Sequence[float | None]
+    machine: Machine, rows: Sequence[StepSequence], room_B: Sequence[Budget], wanted_B: Sequence[bool]
 ) -> list[dict[str, Draft]]:
     """Drafts of all drafters that can tell what they promise, for rows that want to know.
 
     Args:
         room_B: what each row has room for.
-        least_B: how likely a guess must be kept, at least; None: nothing is wanted.
+        wanted_B: which rows want to know.
     """
     made_B: list[dict[str, Draft]] = [{} for _ in rows]
     asked: dict[str, dict[int, Budget]] = {}
-    for i, (row, room, least) in enumerate(zip(rows, room_B, least_B, strict=True)):
-        for name, member in row.members.items() if least is not None else ():
+    for i, (row, room, wanted) in enumerate(zip(rows, room_B, wanted_B, strict=True)):
+        for name, member in row.members.items() if wanted else ():
             if machine.drafters[name].traits.previews:
-                asked.setdefault(name, {})[i] = within(member.budget, room, least or 0.0)
+                asked.setdefault(name, {})[i] = within(member.budget, room)
     for name, budgets in asked.items():
         for i, one in _propose(machine, rows, name, budgets).items():
             made_B[i][name] = one

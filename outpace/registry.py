@@ -17,6 +17,7 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from outpace.config import MethodSpec, build
 from outpace.errors import OutpaceError, UnknownNameError
 
 Kind = Literal[
@@ -323,3 +324,10 @@ def load(kind: Kind, name: str) -> Any:
             f"{kind} {name!r} of {who} cannot be loaded from {row.path}: "
             f"{type(error).__name__}: {error}; mend or uninstall it"
         ) from error
+
+
+def make(kind: Kind, spec: str) -> Any:
+    """A verifier or policy from its spec."""
+    parsed = MethodSpec.parse(spec)
+    config: type[Any] = load(kind, parsed.name).Config
+    return load(kind, parsed.name)(build(config, dict(parsed.options), f"{kind} {parsed.name!r}"))

@@ -141,7 +141,7 @@ def _plan(
     load = Load(len(rows), _context(rows))
     room_B = [row.room() for row in rows]
     made_B = foresee(
-        machine, rows, room_B, [machine.policy.preview_threshold(row.policy_state, load) for row in rows]
+        machine, rows, room_B, [machine.policy.wants_previews(row.policy_state, load) for row in rows]
     )
     views = [
         PolicyRow(

@@ -278,9 +278,6 @@ class Budget:
     Dropping a token because of what it turned out to be is not: it biases the output."""
     estimate: bool = False
     """Whether the drafter is asked how likely its guesses are accepted: ``Signals.reach_F``."""
-    least: float = 0.0
-    """A guess less likely than this to be reached and kept is not worth its row, as the policy
-    sees it. For drafters that choose: one that draws may not drop what it has drawn."""
     price: Price | None = None
     """What levels and rows of a dynamic tree cost; None: as assumed, with the drafter's own levels."""
 

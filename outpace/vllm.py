@@ -29,7 +29,7 @@ from outpace.engine.method import Method, SingleMethod
 from outpace.errors import ModelError, SpecError
 from outpace.models.base import Target
 from outpace.params import SamplingParams
-from outpace.policies.base import Evidence, PolicyRow, within
+from outpace.policies.base import Evidence, PolicyRow
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Drawn, Load, Outcome, RowRecord, Scored, StepRecord, Verdict
@@ -229,11 +229,11 @@ class Proposer:
         load = Load(len(texts), max((len(text.tokens) for text in texts), default=0))
         for text in texts:
             room = max(0, min(self._most, self._target.max_positions - len(text.tokens)))
-            limit, least = Budget(room, room), self._policy.preview_threshold(text.policy, load)
+            limit, wanted = Budget(room, room), self._policy.wants_previews(text.policy, load)
             text.made = {
-                name: member.drafter.propose([self._row(text, name, within(limit, limit, least))])[0]
+                name: member.drafter.propose([self._row(text, name, limit)])[0]
                 for name, member in self._members.items()
-                if least is not None and self._policy.reads_previews
+                if wanted
             }
             told = {
                 name: self._members[name].drafter.promise(text.states[name], one)

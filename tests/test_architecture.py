@@ -24,7 +24,7 @@ MAY_IMPORT = {
     # Compiled code, and how it is built and loaded.
     "kernels": "config files",
     "law": "kernels",
-    "registry": "errors",
+    "registry": "errors config",
     "params": "errors",
     "rows": "kernels",
     "stops": "params",

@@ -12,11 +12,10 @@ from functools import partial
 from statistics import mean
 from typing import Any
 
+from outpace import registry
 from outpace.analysis.recording import Text
 from outpace.analysis.replay import Device, Replay, best_choice, whole
 from outpace.analysis.scenarios import scenarios
-from outpace.config import MethodSpec
-from outpace.drafters.parts import make
 from outpace.engine.engine import Engine
 from outpace.params import SamplingParams
 from outpace.policies.base import Policy
@@ -55,7 +54,7 @@ class Judged:
 
 def named(specs: Sequence[str]) -> dict[str, Callable[[], Policy]]:
     """Spec -> a fresh policy of it; such as ``goodput[weight=0.1]``."""
-    return {spec: partial(make, "policy", MethodSpec.parse(spec)) for spec in specs}
+    return {spec: partial(registry.make, "policy", spec) for spec in specs}
 
 
 def told(policy: Policy, text: Text) -> Policy:

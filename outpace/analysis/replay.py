@@ -257,13 +257,12 @@ class Replay:
     def _row(self, one: _Sequence, load: Load) -> tuple[PolicyRow, int]:
         """What the policy sees of a sequence, and what was asked of drafters for it."""
         text, position, left = one.walk.at(one.place)
-        least = self.policy.preview_threshold(one.state, load)
+        wanted = self.policy.wants_previews(one.state, load)
         previews: dict[str, Sequence[float]] = {}
-        if least is not None:
+        if wanted:
             for spec, drafter in text.drafters.items():
                 if drafter.previews_P is not None:
-                    told = drafter.previews_P[position]
-                    previews[spec] = [chance for chance in told if chance >= least][: max(0, left - 1)]
+                    previews[spec] = drafter.previews_P[position][: max(0, left - 1)]
         row = PolicyRow(
             one.state,
             {spec: drafter.budget for spec, drafter in text.drafters.items()},
@@ -271,7 +270,7 @@ class Replay:
             KeyedCoins(one.number, one.place, Stream.POLICY),
             previews,
         )
-        return row, 0 if least is None else 1
+        return row, int(wanted)
 
 
 def replay(
@@ -312,9 +311,9 @@ class Always(Policy):
         super().__init__(None)
         self.rule = rule
 
-    def preview_threshold(self, state: Any, load: Load) -> float | None:
-        """Nothing, if the rule drafts nothing."""
-        return None if self.rule.least is None and self.rule.other is None else 0.0
+    def wants_previews(self, state: Any, load: Load) -> bool:
+        """Not if the rule drafts nothing."""
+        return self.rule.least is not None or self.rule.other is not None
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """The same choice for every sequence."""

@@ -18,7 +18,7 @@ from typing import Any
 from outpace.bench.ours import Ours
 from outpace.bench.records import Case, Settings
 from outpace.config import MethodSpec
-from outpace.drafters.base import Request, RowwiseDrafter
+from outpace.drafters.base import Drafter, Request
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
 from outpace.errors import RequestError, SpecError
@@ -49,7 +49,7 @@ class _State:
     """Keeps prompts of one length from making the same mistakes: their coins are the same."""
 
 
-class SyntheticDrafter(RowwiseDrafter[_State]):
+class SyntheticDrafter(Drafter[_State]):
     """Guesses the request's reference, which has to be the answer, with mistakes on purpose."""
 
     Config = SyntheticConfig
@@ -66,8 +66,11 @@ class SyntheticDrafter(RowwiseDrafter[_State]):
         salt = zlib.crc32(repr(request.prompt).encode())
         return _State(len(request.prompt), request.reference or (), salt)
 
-    def propose_one(self, row: DraftRow[_State]) -> Draft:
-        """A chain, CHOSEN, as long as there are rates and the answer goes on."""
+    def propose(self, rows: Sequence[DraftRow[_State]]) -> list[Draft]:
+        """A chain each, CHOSEN, as long as there are rates and the answer goes on."""
+        return [self._propose(row) for row in rows]
+
+    def _propose(self, row: DraftRow[_State]) -> Draft:
         at = len(row.tokens) - row.state.start
         length = min(row.budget.max_depth, row.budget.max_nodes, len(self.config.acceptance))
         guesses = list(row.state.answer[at : at + length])

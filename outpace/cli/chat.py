@@ -154,7 +154,7 @@ class Talk:
             show.note("outpace: stopped; this turn is not kept")
         else:
             self._results.append(result)
-            self._num_cached += self._dialogue.num_cached
+            self._num_cached += result.cached_tokens
 
     def _stats(self) -> str:
         if not self._results:

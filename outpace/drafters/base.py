@@ -175,17 +175,6 @@ class Drafter(ABC, Generic[S]):
         return
 
 
-class RowwiseDrafter(Drafter[S]):
-    """A drafter that guesses for each sequence by itself: no pass serves several."""
-
-    @abstractmethod
-    def propose_one(self, row: DraftRow[S]) -> Draft:
-        """Guess for one sequence; see ``propose``."""
-
-    def propose(self, rows: Sequence[DraftRow[S]]) -> list[Draft]:
-        return [self.propose_one(row) for row in rows]
-
-
 class ExpandingDrafter(Drafter[S]):
     """A drafter that can say what may follow each node of a growing tree.
 

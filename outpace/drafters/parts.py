@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from outpace import registry
-from outpace.config import PLAN_KEYS, MethodSpec, build, split_outside
+from outpace.config import PLAN_KEYS, MethodSpec, build, split_specs
 from outpace.drafters.base import Drafter
 from outpace.errors import SpecError
 from outpace.models.base import Target
@@ -19,7 +19,7 @@ def split_parts(text: str, who: str) -> list[MethodSpec]:
             to be grown or verified, which the whole decides.
     """
     specs = []
-    for part in split_outside(text, "+"):
+    for part in split_specs(text, "+", empty=True):
         if not part:
             raise SpecError(f"{who}: {text!r} has an empty part; write SPEC+SPEC+...")
         spec = MethodSpec.parse(part)
@@ -46,9 +46,3 @@ def load_part(spec: MethodSpec, target: Target) -> Drafter[Any]:
         raise SpecError(f"{spec.name} chooses among drafters, so it cannot be a part of one")
     target.require(cls.traits.needs, who)
     return cls.load(build(cls.Config, dict(spec.options), who), target)
-
-
-def make(kind: registry.Kind, spec: MethodSpec) -> Any:
-    """A verifier or policy from its spec."""
-    cls = registry.load(kind, spec.name)
-    return cls(build(cls.Config, dict(spec.options), f"{kind} {spec.name!r}"))

@@ -26,7 +26,8 @@ from itertools import repeat
 from typing import TypeVar
 
 from outpace.curve import assumed
-from outpace.drafters.base import RowwiseDrafter, Traits
+from outpace.drafters.base import Traits
+from outpace.drafters.rowwise import RowwiseDrafter
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Outcome, Verdict
 
@@ -169,7 +170,7 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
     kids = None if template is None else children(template)
     most = min(budget.max_nodes, budget.max_rows)
     free: Iterable[int] = repeat(ROOT)
-    least = max(LEAST, budget.least, budget.shape.least / max(1, most))
+    least = max(LEAST, budget.shape.least / max(1, most))
     tokens: list[int] = []
     parents: list[int] = []
     own: list[float] = []
@@ -198,7 +199,7 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
 
 def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draft:
     """The likeliest token after the likeliest, as far as that makes the most of a pass."""
-    least, expected, worth, reached = max(LEAST, budget.least), 1.0, 1.0, 1.0
+    expected = worth = reached = 1.0
     tokens: list[int] = []
     own: list[float] = []
     length, node = 0, start
@@ -209,7 +210,7 @@ def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draf
         token, chance, node = found
         chance = min(chance, 1.0)
         reached *= chance
-        if reached < least:
+        if reached < LEAST:
             break
         tokens.append(token)
         own.append(chance)

@@ -51,8 +51,6 @@ class Conversation:
         self._drafter = drafter
         self._reproducible = reproducible
         self._slot: int | None = None
-        self.num_cached = 0
-        """Prompt tokens of the last turn that were in the cache already."""
 
     def send(self, text: str) -> Iterator[Chunk]:
         """Stream the answer to a message; a turn broken off leaves the dialogue unchanged.
@@ -80,7 +78,7 @@ class Conversation:
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        self.num_cached = engine.cache.sync(self._slot, request.prompt[:-1])
+        engine.cache.sync(self._slot, request.prompt[:-1])
         row = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
@@ -89,7 +87,6 @@ class Conversation:
             yield chunk
 
     def __enter__(self) -> Conversation:
-        """Itself; ``close`` is called at the end of the block."""
         return self
 
     def __exit__(self, *error: object) -> None:

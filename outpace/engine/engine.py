@@ -14,23 +14,22 @@ import torch
 from outpace import registry
 from outpace.coins import key_of
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
-from outpace.drafters.parts import make
 from outpace.engine.method import Method, SingleMethod
 from outpace.engine.recall import recall, remember
 from outpace.engine.requests import (
     GenerationRequest,
     Wanted,
     check,
-    grammar_of,
-    pair_with_params,
-    params_of_each,
-    references_of_each,
+    paired,
+    params_of,
+    references_of,
+    rule_of,
 )
 from outpace.engine.results import Chunk, Result
 from outpace.engine.scheduler import run
 from outpace.engine.sequence import ActiveSequence, Setup
 from outpace.errors import RequestError
-from outpace.machine import Machine, Member
+from outpace.machine import Machine
 from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
@@ -69,7 +68,7 @@ class Engine:
         self.cache = target.new_cache()
         """Keys and values of running sequences and conversations, one slot each."""
         keyed = registry.able("verifier", registry.REPRODUCES)[0].name
-        self._keyed: Verifier = make("verifier", MethodSpec(keyed))
+        self._keyed: Verifier = registry.make("verifier", keyed)
         self._count = 0
         self.method(self.drafter)
 
@@ -135,15 +134,11 @@ class Engine:
             cls = registry.load("drafter", parsed.name)
             if issubclass(cls, Method):  # it picks among drafters
                 self._methods[name] = cls(
-                    parsed, self.target, self.allow_lossy, self.costs, self._single, self.draft_model
+                    parsed, self.target, self.allow_lossy, self.costs, self.method, self.draft_model
                 )
             else:
                 self._methods[name] = SingleMethod(parsed, self.target, self.allow_lossy, self.costs)
         return self._methods[name]
-
-    def _single(self, spec: MethodSpec) -> SingleMethod:
-        """One member of a method that picks."""
-        return self.method(str(spec)).preferred
 
     @overload
     def generate(
@@ -276,7 +271,7 @@ class Engine:
         method = self.method(drafter)
         requests = (
             one
-            for number, (prompt, own) in enumerate(pair_with_params(prompts, params, settings))
+            for number, (prompt, own) in enumerate(paired(prompts, params, settings))
             for one in self._requests([prompt], own, {}, chat, None, first=number)
         )
         for part in self._run(self._open(requests, method, reproducible), method, batch=batch):
@@ -309,10 +304,7 @@ class Engine:
     ) -> Iterator[GenerationRequest]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
         count = 0
-        wanted, references = (
-            params_of_each(params, settings, len(prompts)),
-            references_of_each(reference, len(prompts)),
-        )
+        wanted, references = params_of(params, settings, len(prompts)), references_of(reference, len(prompts))
         for prompt, asked, own in zip(prompts, wanted, references, strict=True):
             request = self.request(prompt, asked, chat=chat, reference=own)
             for one in request.answers():
@@ -330,7 +322,7 @@ class Engine:
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
         check(ids, resolved, self.target, self.eos_ids)
-        rule = grammar_of(ids, resolved, self.target)
+        rule = rule_of(ids, resolved, self.target)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
             prompt=ids,
@@ -382,7 +374,7 @@ class Engine:
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                members=_begun(request, method, warp.ruled, judges),
+                members=method.begin(request, warp.ruled, verifier),
                 verifier=verifier,
                 policy_state=method.policy.begin(request.key, warp.greedy),
                 lossless=method.lossless(verifier),
@@ -448,17 +440,3 @@ class Engine:
         if self.target.defaults is not None:
             ids |= frozenset(self.target.defaults.eos_ids)
         return ids
-
-
-def _begun(
-    request: GenerationRequest, method: Method, ruled: bool, judges: Mapping[str, Verifier]
-) -> dict[str, Member]:
-    """Drafters that follow a sequence, each with a state of it. If one cannot begin, the others end."""
-    members: dict[str, Member] = {}
-    with ExitStack() as undo:
-        for name, one in method.serving(ruled).items():
-            state = one.drafter.begin(request)
-            undo.callback(one.drafter.end, state)
-            members[name] = Member(state, method.budget_of(one), judges[name])
-        undo.pop_all()
-    return members

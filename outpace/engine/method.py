@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 from outpace import registry
 from outpace.config import MethodSpec, build
-from outpace.drafters.base import Drafter
-from outpace.drafters.parts import make
+from outpace.drafters.base import Drafter, Request
 from outpace.errors import SpecError
+from outpace.machine import Member
 from outpace.models.base import TREE, Target
 from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
@@ -48,6 +49,16 @@ class Method(ABC):
         """The members that take part in a request: those that are made for rules only if it has some."""
         found = {name: m for name, m in self.members.items() if ruled or not m.drafter.traits.for_rules}
         return found or self.members
+
+    def begin(self, request: Request, ruled: bool, chosen: Verifier) -> dict[str, Member]:
+        """Drafter -> its state of a new sequence, and who judges it. If one cannot begin, the others end."""
+        judges, members = self.verifiers(chosen), dict[str, Member]()
+        with ExitStack() as undo:
+            for name, one in self.serving(ruled).items():
+                members[name] = Member(one.drafter.begin(request), self.budget_of(one), judges[name])
+                undo.callback(one.drafter.end, members[name].state)
+            undo.pop_all()
+        return members
 
     def verifiers(self, chosen: Verifier) -> dict[str, Verifier]:
         """Drafter -> who judges its drafts: each member's own, unless a request chose another.
@@ -116,14 +127,14 @@ class SingleMethod(Method):
         self.verifier_spec = MethodSpec.parse(plan.get("verifier", "tree"))
         self.names_verifier = "verifier" in plan
         self.names_tree = bool({"tree", "tree_size"} & plan.keys())
-        self.verifier: Verifier = make("verifier", self.verifier_spec)
+        self.verifier: Verifier = registry.make("verifier", str(self.verifier_spec))
         # A drafter's own tree gives way where chains alone are taken; the user's does not.
         chain = self.verifier.chains_only or TREE not in target.can
         tree = plan.get("tree", None if chain else cls.traits.default_tree)
         if size is None and "tree" not in plan:
             size = cls.traits.default_nodes  # its own tree is cut to its own size
         self.budget: Budget = budget(tree, size, cls.traits.default_nodes)
-        self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", "fixed")))
+        self.policy: Policy = registry.make("policy", plan.get("policy", "fixed"))
         if costs is not None:
             self.policy.costs = costs
             costs.known_as(self.spec, str(spec.without("policy")))

@@ -23,7 +23,6 @@ from functools import cached_property
 from outpace import registry
 from outpace.config import MethodSpec, build, split_specs
 from outpace.drafters.base import Traits
-from outpace.drafters.parts import make
 from outpace.drafters.trained import CONFIG, candidates, home, read_measured, taught
 from outpace.engine.method import Method, SingleMethod
 from outpace.errors import OutpaceError, SpecError
@@ -75,7 +74,7 @@ class Portfolio(Method):
         target: Target,
         allow_lossy: bool = False,
         costs: Costs | None = None,
-        find: Callable[[MethodSpec], SingleMethod] | None = None,
+        find: Callable[[str], Method] | None = None,
         draft_model: str | None = None,
     ) -> None:
         own, plan = spec.split()
@@ -88,8 +87,8 @@ class Portfolio(Method):
             )
         self.spec = str(spec)
         self.config = build(PortfolioConfig, own, who)
-        self.verifier: Verifier = make("verifier", MethodSpec("tree"))
-        self.policy: Policy = make("policy", MethodSpec.parse(plan.get("policy", spec.name)))
+        self.verifier: Verifier = registry.make("verifier", "tree")
+        self.policy: Policy = registry.make("policy", plan.get("policy", spec.name))
         if self.policy.reads_estimates:
             raise SpecError(
                 f"{who}: policy {plan['policy']} steers one drafter that estimates acceptance, and "
@@ -100,7 +99,7 @@ class Portfolio(Method):
         """Drafters that take no part, and why: not trained for this target, or not the best."""
         self._costs = own_costs = self.policy.costs = costs or Costs()
         self._target = target
-        self._find = find or (lambda one: SingleMethod(one, target, allow_lossy, own_costs))
+        self._find = find or (lambda one: SingleMethod(MethodSpec.parse(one), target, allow_lossy, own_costs))
         self._named = [*self._specs(self.config.drafters), *self._specs(self.config.add)]
         if draft_model is not None and not self.config.drafters:
             runs = registry.able("drafter", registry.RUNS_MODEL)[0].name
@@ -126,7 +125,7 @@ class Portfolio(Method):
     @cached_property
     def members(self) -> Mapping[str, SingleMethod]:
         """Method spec -> member, preferred first. Loaded now, if this is the first look."""
-        made = {str(spec): self._find(spec) for spec in self._named}
+        made = {str(spec): self._find(str(spec)).preferred for spec in self._named}
         if not self.config.drafters:
             named = {spec.name for spec in self._named}
             rows = [row for row in registry.entries("drafter") if row.name not in named]
@@ -164,7 +163,7 @@ class Portfolio(Method):
         made: dict[str, SingleMethod] = {}
         for spec in specs:
             try:
-                made[str(spec)] = self._find(spec)
+                made[str(spec)] = self._find(str(spec)).preferred
             except OutpaceError as error:  # not trained for this target, or it cannot run it
                 self.left_out[spec.name] = str(error)
         return made

@@ -69,7 +69,7 @@ def check(ids: tuple[int, ...], params: SamplingParams, target: Target, eos_ids:
         )
 
 
-def grammar_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Grammar | None:
+def rule_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Grammar | None:
     """What says which tokens may follow in an answer; None: nothing does.
 
     Raises:
@@ -85,7 +85,7 @@ def grammar_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Gr
     return rule
 
 
-def params_of_each(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:
+def params_of(params: Wanted, settings: dict[str, Any], count: int) -> list[SamplingParams]:
     """One SamplingParams per prompt.
 
     Raises:
@@ -107,14 +107,14 @@ def params_of_each(params: Wanted, settings: dict[str, Any], count: int) -> list
     return list(params)
 
 
-def pair_with_params(
+def paired(
     prompts: Iterable[Prompt],
     params: SamplingParams | Iterable[SamplingParams] | None,
     settings: dict[str, Any],
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Pair prompts with their params, taking both one by one, the prompt first."""
     if params is None or isinstance(params, SamplingParams):
-        params = repeat(params_of_each(params, settings, 1)[0])
+        params = repeat(params_of(params, settings, 1)[0])
     elif settings:
         raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
     for number, (prompt, own) in enumerate(zip(prompts, chain(params, repeat(None)), strict=False)):
@@ -123,7 +123,7 @@ def pair_with_params(
         yield prompt, own
 
 
-def references_of_each(reference: Any, count: int) -> list[Reference | None]:
+def references_of(reference: Any, count: int) -> list[Reference | None]:
     """One reference, or None, per prompt; a single one serves all.
 
     Raises:

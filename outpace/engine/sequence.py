@@ -131,9 +131,6 @@ class ActiveSequence:
             self.finish_reason = self.stops.reason
         return verdict.cut(length)
 
-    def caught_up(self) -> None:
-        self.behind, self.members = False, self.all_members
-
     def fail(self, error: Exception) -> None:
         self.error, self.finish_reason = error, "error"
 

@@ -26,12 +26,12 @@ from typing import Any
 
 import torch
 
+from outpace import registry
 from outpace.clock import Clocks, PassClock
 from outpace.coins import Stream
-from outpace.config import MethodSpec
 from outpace.drafters.ahead import CoinsAhead, WarpAhead
 from outpace.drafters.base import Drafter, Request, Traits
-from outpace.drafters.parts import load_part, make, split_parts
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.viewing import Seeing, seeing
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
@@ -190,8 +190,8 @@ class Triforce(WrappingDrafter[State]):
         least = self.rule.listed + self.rule.window + self.rule.run
         self.traits = replace(self.traits, least_context=least)
         super().__init__([inner])
-        self.verifier: Verifier = make("verifier", MethodSpec("tree"))
-        self.coupled: Verifier = make("verifier", MethodSpec("coupled"))
+        self.verifier: Verifier = registry.make("verifier", "tree")
+        self.coupled: Verifier = registry.make("verifier", "coupled")
         own = inner.traits
         nodes = config.guesses if own.default_tree is None else own.default_nodes
         shape = CHAIN if own.default_tree is None else budget(own.default_tree, nodes, nodes).shape

@@ -101,10 +101,8 @@ def read_ends(checkpoint: Checkpoint, form: Form) -> Ends:
     by_rows = tied and head.packed
     if form.stored and checkpoint.blocks("model.embed_tokens.weight"):
         by_rows, dtype = True, torch.float32
-    rounding = None
-    if tied and form.quantize is not None:  # compiled code reads the same vectors off the head, in float32
-        given = dtype if head.product is None else torch.float32
-        rounding = partial(rounded, kind=form.quantize, dtype=given)
+    given = dtype if head.product is None else torch.float32  # as compiled code reads them off the head
+    rounding = partial(rounded, kind=form.quantize, dtype=given) if tied and form.quantize else None
     embed = Embedding(checkpoint, dtype, form.device, keep=not by_rows, rounding=rounding)
     if tied and head.product is not None and len(head.product.matrices) == 1:
         embed.vectors = head

@@ -87,9 +87,9 @@ class Auto(Policy):
             del self._pools[next(iter(self._pools))]
         return State(pools)
 
-    def preview_threshold(self, state: State, load: Load) -> float | None:
-        """No previews for a sequence that is left out of this step."""
-        return None if self._tick % (1 << state.quiet) else 0.0
+    def wants_previews(self, state: State, load: Load) -> bool:
+        """Unless it is left out of this step."""
+        return not self._tick % (1 << state.quiet)
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""

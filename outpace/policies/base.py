@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from outpace.coins import Coins
@@ -73,11 +73,9 @@ class Policy(ABC):
         """
         return None
 
-    def preview_threshold(self, state: Any, load: Load) -> float | None:
-        """How likely a guess must be kept, at least, to be worth a preview in such a batch; None if no
-        previews are wanted for the sequence.
-        """
-        return 0.0 if self.reads_previews else None
+    def wants_previews(self, state: Any, load: Load) -> bool:
+        """Whether a sequence is to have previews in this step."""
+        return self.reads_previews
 
     @abstractmethod
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
@@ -96,11 +94,10 @@ class Policy(ABC):
         return
 
 
-def within(budget: Budget, limit: Budget, least: float = 0.0) -> Budget:
-    """The budget, cut to what a sequence has room for, and to guesses that are likely enough."""
+def within(budget: Budget, limit: Budget) -> Budget:
+    """The budget, cut to what a sequence has room for."""
     fits = budget.max_nodes <= limit.max_nodes and budget.max_depth <= limit.max_depth
-    if fits and budget.max_rows <= limit.max_rows and budget.least >= least:
+    if fits and budget.max_rows <= limit.max_rows:
         return budget
     nodes, depth = min(budget.max_nodes, limit.max_nodes), min(budget.max_depth, limit.max_depth)
-    rows, least = min(budget.max_rows, limit.max_rows), max(budget.least, least)
-    return Budget(nodes, depth, rows, budget.shape, budget.stop, budget.estimate, least, budget.price)
+    return replace(budget, max_nodes=nodes, max_depth=depth, max_rows=min(budget.max_rows, limit.max_rows))

@@ -33,8 +33,8 @@ class PerRequestPolicy(Policy):
     def __init__(self) -> None:
         super().__init__(None)
 
-    def preview_threshold(self, state: Own, load: Load) -> float | None:
-        return state.policy.preview_threshold(state.state, load)
+    def wants_previews(self, state: Own, load: Load) -> bool:
+        return state.policy.wants_previews(state.state, load)
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         plans: dict[int, Plan] = {}

@@ -21,7 +21,7 @@ from typing import Any
 from outpace.config import MethodSpec, names_folder
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import GenerationRequest, check, params_of_each
+from outpace.engine.requests import GenerationRequest, check, params_of
 from outpace.errors import QueueFull, RequestError, ServiceClosed
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt
@@ -141,7 +141,7 @@ class Service:
         Raises:
             RequestError: what ``submit`` would refuse.
         """
-        (own,) = params_of_each(params, settings, 1)
+        (own,) = params_of(params, settings, 1)
         request = self.engine.request(prompt, own, chat=chat, reference=reference)
         request = replace(request, drafter=drafter, draft_tokens=draft_tokens, reproducible=reproducible)
         self._check(request)

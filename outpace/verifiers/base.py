@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 from typing import Any, ClassVar, Protocol
 
 from outpace.coins import Coins
@@ -23,15 +23,10 @@ class TargetLaws(Protocol):
         return None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class NoSettings:
-    """Of a verifier that has nothing to set."""
-
-
 class Verifier(ABC):
     """Decides which path of a draft is kept and which token the target adds."""
 
-    Config: ClassVar[type] = NoSettings
+    Config: ClassVar[type] = make_dataclass("NoSettings", (), frozen=True)
     """Frozen keyword-only dataclass; its fields are the keys of ``verifier=NAME[...]``."""
     name: ClassVar[str]
     """As in the registry."""

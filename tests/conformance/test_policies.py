@@ -6,7 +6,6 @@ import pytest
 
 from outpace import registry
 from outpace.coins import KeyedCoins, Stream
-from outpace.drafters.parts import made
 from outpace.policies.base import Evidence, PolicyRow
 from outpace.types import NOTHING, Budget, Load
 
@@ -17,7 +16,7 @@ LIMITS = [Budget(1 << 20, 1 << 20), Budget(5, 2), Budget(1, 1), NOTHING]
 
 @pytest.fixture(params=NAMES)
 def policy(request):
-    return made("policy", request.param)
+    return registry.make("policy", request.param)
 
 
 def rows(policy, states, step, limits=LIMITS):
@@ -73,13 +72,12 @@ def test_plans_of_a_deterministic_policy_follow_from_the_sequence_alone(policy):
         assert type(policy).deterministic is False
         return
     together = [plans[0] for _, plans in run(policy, 5, limits=LIMITS[:1])]
-    alone = [plans[0] for _, plans in run(made("policy", policy_name(policy)), 1, limits=LIMITS[:1])]
+    alone = [plans[0] for _, plans in run(registry.make("policy", policy_name(policy)), 1, limits=LIMITS[:1])]
     assert together == alone
 
 
 def test_previews_are_asked_for_by_those_who_read_them(policy):
-    wanted = policy.preview_threshold(policy.begin(), Load(1, 10))
-    assert wanted is None or (policy.reads_previews and 0.0 <= wanted <= 1.0)
+    assert policy.wants_previews(policy.begin(), Load(1, 10)) == policy.reads_previews
 
 
 def policy_name(policy):
@@ -88,7 +86,7 @@ def policy_name(policy):
 
 def test_the_test_of_limits_can_fail(monkeypatch):
     """A planted bug: a policy that grants what the drafter asks for."""
-    policy = made("policy", "fixed")
+    policy = registry.make("policy", "fixed")
     real = type(policy).plan
     monkeypatch.setattr(
         type(policy),

@@ -7,7 +7,6 @@ import pytest
 from outpace import registry
 from outpace.analysis.tables import NodeLaws, Sapling, World, best, chain, fan
 from outpace.coins import KeyedCoins, Stream
-from outpace.drafters.parts import made
 from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn
@@ -36,7 +35,7 @@ def drafts(verifier, world, seed):
 
 @pytest.fixture(params=NAMES)
 def verifier(request):
-    return made("verifier", request.param)
+    return registry.make("verifier", request.param)
 
 
 def cases(verifier, seeds=SEEDS, **world):
@@ -70,7 +69,7 @@ def test_the_same_coins_give_the_same_verdict(verifier):
     for world, draft, seed in cases(verifier, range(8)):
         before = repr(draft)
         first = verifier.judge(draft, NodeLaws(world, draft), coins(seed))
-        again = made("verifier", verifier.name).judge(draft, NodeLaws(world, draft), coins(seed))
+        again = registry.make("verifier", verifier.name).judge(draft, NodeLaws(world, draft), coins(seed))
         assert (first.kept, first.emitted) == (again.kept, again.emitted)
         assert repr(draft) == before
 

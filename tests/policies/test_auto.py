@@ -168,14 +168,12 @@ def test_sequences_without_drafts_are_looked_at_less_often():
         simulator.step(batch=16)
     asked = 0
     for _ in range(64):
-        asked += policy.preview_threshold(simulator.states[3], Load(16, 64)) is not None
+        asked += policy.wants_previews(simulator.states[3], Load(16, 64))
         simulator.step(batch=16)
     assert asked == 64 // 2 ** Tuning().quiet
     alone = Simulator(policy, {"look": Fake([says(0.01, 1.0)])})
     alone.run(40)
-    assert policy.preview_threshold(alone.states[0], Load(1, 64)) == 0.0, (
-        "a single sequence is always looked at"
-    )
+    assert policy.wants_previews(alone.states[0], Load(1, 64)), "a single sequence is always looked at"
 
 
 @pytest.mark.parametrize(("level", "drafts"), [(0.003, True), (0.03, False)])

@@ -54,8 +54,8 @@ def test_previews_are_asked_for_where_they_are_read():
     mixed = PerRequestPolicy()
     auto = Auto(AutoConfig())
     load = Load(1, 100)
-    assert mixed.preview_threshold(Own(auto, auto.begin()), load) is not None
-    assert mixed.preview_threshold(Own(Fixed(FixedConfig()), None), load) is None
+    assert mixed.wants_previews(Own(auto, auto.begin()), load)
+    assert not mixed.wants_previews(Own(Fixed(FixedConfig()), None), load)
 
 
 @pytest.mark.parametrize("make", [lambda: Goodput(GoodputConfig()), lambda: Auto(AutoConfig())])

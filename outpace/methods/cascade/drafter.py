@@ -39,10 +39,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from outpace import registry
 from outpace.clock import PassClock
-from outpace.config import MethodSpec
 from outpace.drafters.base import Drafter, Request, Traits
-from outpace.drafters.parts import load_part, make, split_parts
+from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.wrapping import WrappingDrafter
 from outpace.errors import SpecError
 from outpace.methods.cascade.choice import DEAR, LEAST_SHARE, TAIL, Belief, choose
@@ -135,9 +135,9 @@ class Cascade(WrappingDrafter[State]):
                 number,
                 models[number - 1],
                 _staged(below, k, number, self.lenient),
-                verifier=make("verifier", MethodSpec("tree")),
-                coupled=make("verifier", MethodSpec("coupled")),
-                policy=make("policy", MethodSpec("fixed")),
+                verifier=registry.make("verifier", "tree"),
+                coupled=registry.make("verifier", "coupled"),
+                policy=registry.make("policy", "fixed"),
                 clock=self.clock,
                 lenience=lenience,
             )
@@ -184,10 +184,9 @@ class Cascade(WrappingDrafter[State]):
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
         cost, lowest = config.cost, max(1, speaking[-1].weight_bytes)
-        sizes = [model.weight_bytes for model in speaking]
         shares = [
             max(LEAST_SHARE, s / max(1, target.weight_bytes)) if cost is None else cost * s / lowest
-            for s in sizes
+            for s in (model.weight_bytes for model in speaking)
         ]
         return cls(speaking, lookup, k, config.lenience, shares)
 

@@ -25,7 +25,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
-from outpace.drafters.base import Request, RowwiseDrafter, Traits
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.rowwise import RowwiseDrafter
 from outpace.drafters.worth import grow, judged
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow

@@ -30,7 +30,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
-from outpace.drafters.base import Request, RowwiseDrafter, Traits
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.rowwise import RowwiseDrafter
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import EMBEDDINGS, TREE, Target
 from outpace.rows import argmax_rows

@@ -30,8 +30,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Request, RowwiseDrafter, Traits
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.per_key import PerKey
+from outpace.drafters.rowwise import RowwiseDrafter
 from outpace.methods.lookup.datastore import Datastore
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import Target

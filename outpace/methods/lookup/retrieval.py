@@ -26,7 +26,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from outpace.drafters.base import Request, RowwiseDrafter, Traits
+from outpace.drafters.base import Request, Traits
+from outpace.drafters.rowwise import RowwiseDrafter
 from outpace.methods.lookup.datastore import DEPTH, Datastore
 from outpace.methods.lookup.pool_trees import fill
 from outpace.models.base import Target
