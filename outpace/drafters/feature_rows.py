@@ -30,6 +30,7 @@ from outpace.drafters.base import Traits
 from outpace.drafters.branching import drafts_of, ruled
 from outpace.drafters.descent import chained, chains_of, levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
+from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
@@ -252,11 +253,7 @@ class RowDrafter(FeatureDrafter[RowState]):
 
     def _feed_nodes(self, branch: Branch[RowState]) -> Feed:
         state = branch.state
-        start = len(state.row) - 1 + state.lead
-        tokens = tuple(branch.token_N[node] for node in branch.nodes)
-        parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
-        state.row |= {node: start + i for i, node in enumerate(branch.nodes)}
-        return Feed(state.slot, tokens, parents)
+        return feed_nodes(branch, state.slot, state.row, len(state.row) - 1 + state.lead)
 
     def read(self, states: Sequence[RowState]) -> None:
         """Put all features but the last through the head, whose next token is not known yet."""

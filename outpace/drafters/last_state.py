@@ -131,11 +131,11 @@ class LastStateDrafter(ExpandingDrafter[LastState]):
         return copy.copy(state)
 
 
-def fitted_budget(budget: Budget, depths: int, tree: Shape | None) -> Budget:
+def fitted_budget(budget: Budget, depths: int, tree: Shape | None, stock: Shape = _STOCK) -> Budget:
     """A budget no deeper than a drafter, whose calibrated tree stands in for the stock one."""
     shape = budget.shape
-    if shape.parent_N == _STOCK.parent_N:
-        parents = (tree or _STOCK).parent_N
+    if shape.parent_N == stock.parent_N:
+        parents = (tree or stock).parent_N
         assert parents is not None
         shape = Shape(parents[: budget.max_nodes])  # the likeliest, not the first levels
     return replace(budget, max_depth=min(budget.max_depth, depths), shape=shape)

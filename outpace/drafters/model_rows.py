@@ -22,6 +22,7 @@ from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.drafters.branching import drafts_of, ruled
 from outpace.drafters.columns import Columns
 from outpace.drafters.descent import levels_of, note, picked, start_of
+from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.passes import PassRows
@@ -175,11 +176,7 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
                 state.row = {ROOT: state.lead - 1}
                 feeds.append(Feed.chain(state.slot, behind, want=(state.lead - 1,)))
                 continue
-            start = len(state.row) - 1 + state.lead
-            tokens = tuple(branch.token_N[node] for node in branch.nodes)
-            parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
-            state.row.update({node: start + i for i, node in enumerate(branch.nodes)})
-            feeds.append(Feed(state.slot, tokens, parents))
+            feeds.append(feed_nodes(branch, state.slot, state.row, len(state.row) - 1 + state.lead))
         return feeds
 
     def estimate(self, branches: Sequence[Branch[ModelState]]) -> Tensor:

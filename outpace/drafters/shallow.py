@@ -23,6 +23,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter
+from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome, Resume, Signals, StopRule
@@ -48,11 +49,7 @@ class ShallowRows:
         if branch.nodes == (ROOT,):
             self.row = {ROOT: 0}
             return Feed(self.lease.slot, (branch.tokens[-1],), (-1,))
-        first = len(self.row)
-        tokens = tuple(branch.token_N[node] for node in branch.nodes)
-        parents = tuple(self.row[branch.parent_N[node]] for node in branch.nodes)
-        self.row |= {node: first + i for i, node in enumerate(branch.nodes)}
-        return Feed(self.lease.slot, tokens, parents)
+        return feed_nodes(branch, self.lease.slot, self.row, len(self.row))
 
     def finish(self, draft: Draft, numbers: Sequence[int] | None) -> Draft:
         """The draft, its fed nodes first, with the work below the layer handed on.

@@ -22,6 +22,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
+from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import VIEWS, Target
 from outpace.models.views import Choice, KVView, Rule
 from outpace.tree.growth import Branch, DraftRow
@@ -123,14 +124,12 @@ class ViewDrafter(ExpandingDrafter[ViewState]):
         for branch in branches:
             state = branch.state
             assert state.lease is not None and state.view is not None
-            slot, first = state.lease.slot, len(state.row)
+            slot = state.lease.slot
             if branch.nodes == (ROOT,):
+                state.row = {ROOT: 0}
                 feeds.append(Feed(slot, (branch.tokens[-1],), (-1,), view=state.view))
             else:
-                tokens = tuple(branch.token_N[node] for node in branch.nodes)
-                parents = tuple(state.row[branch.parent_N[node]] for node in branch.nodes)
-                feeds.append(Feed(slot, tokens, parents, view=state.view))
-            state.row |= {node: first + i for i, node in enumerate(branch.nodes)}
+                feeds.append(feed_nodes(branch, slot, state.row, len(state.row), state.view))
             state.view = replace(state.view, choice=None)  # chosen once in a draft
         lease = branches[0].state.lease
         assert lease is not None

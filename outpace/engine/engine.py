@@ -374,10 +374,10 @@ class Engine:
             slot=slot,
             setup=Setup(
                 drafter=method.spec,
-                members=method.begin(request, warp.ruled, verifier),
                 verifier=verifier,
                 policy_state=method.policy.begin(request.key, warp.greedy),
                 lossless=method.lossless(verifier),
+                members=method.begin(request, warp.ruled, verifier),  # the last that may fail
             ),
             max_positions=self.target.longest(ids),
         )

@@ -38,13 +38,14 @@ from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Traits
 from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import FeatureDrafter, Followed, TrainedConfig
+from outpace.drafters.last_state import fitted_budget
 from outpace.drafters.trained import find, rounding
 from outpace.methods.dflash.files import BlockFile, read_block_drafter
 from outpace.methods.dflash.net import CONFIDENCE, BlockNet, Part
 from outpace.models.base import HEAD, TAPS, Target
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import ROOT, Shape
+from outpace.types import ROOT
 
 STOCK = "[-1,0,1,-1,0]"
 """The tree where neither the user nor a calibration says better; its first nodes are deep, so that
@@ -106,14 +107,8 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
         return self.net.feature(taps)
 
     def fitted(self, row: DraftRow[Followed]) -> DraftRow[Followed]:
-        budget = row.budget
-        shape = budget.shape
-        tree = self.file.tree
-        if tree is not None and tree.parent_N and shape.parent_N == _STOCK.parent_N:
-            # Growth fills a template level by level, so it gets no more than it may fill.
-            shape = Shape(tree.parent_N[: budget.max_nodes])
-        depth = min(budget.max_depth, self.file.shape.guesses)
-        return replace(row, budget=replace(budget, max_depth=depth, shape=shape))
+        guesses, tree = self.file.shape.guesses, self.file.tree
+        return replace(row, budget=fitted_budget(row.budget, guesses, tree, _STOCK))
 
     def blocks(self, branches: Sequence[Branch[Followed]]) -> Tensor:
         """What every guessing row of every block says, float32 [B, A, D].

@@ -29,6 +29,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.features import TrainedConfig
+from outpace.drafters.last_state import fitted_budget
 from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
 from outpace.drafters.trained import lender, rounding
 from outpace.methods.s3d.files import METHOD, Masks, read_masks
@@ -91,10 +92,8 @@ class S3d(SlotDrafter[MaskState]):
         state.rows = ShallowRows(lease, self.masks.first)
         room = self.target.max_positions - len(row.tokens) + 1
         state.slots = max(1, min(len(self._linears), budget.max_depth, room))
-        shape = budget.shape
-        if shape.parent_N == _STOCK.parent_N and self.masks.tree is not None:
-            shape = Shape(self.masks.tree[: budget.max_nodes])
-        return replace(row, budget=replace(budget, shape=shape, max_depth=min(budget.max_depth, state.slots)))
+        tree = None if self.masks.tree is None else Shape(self.masks.tree)
+        return replace(row, budget=fitted_budget(budget, state.slots, tree, _STOCK))
 
     def expand(self, branches: Sequence[Branch[MaskState]]) -> tuple[Tensor, Tensor | None]:
         """All slots of all sequences at the first level; later levels look theirs up."""

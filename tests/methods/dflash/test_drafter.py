@@ -239,6 +239,9 @@ def test_the_calibrated_tree_stands_in_for_the_stock_one(target):
     ):
         (draft,) = proposed(drafter, [state], [TEXT], budget(shape, size, 4))
         assert sorted(draft.depth_N) == paths, (shape, size)
+    plain = Dflash(random_file(target), target)
+    (draft,) = proposed(plain, [begun(plain, target, TEXT)], [TEXT], budget(STOCK, 4, 4))
+    assert sorted(draft.depth_N) == [1, 1, 2, 3], "the first nodes of the stock tree, which are deep"
 
 
 @pytest.fixture(scope="module")
