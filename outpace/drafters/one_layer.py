@@ -21,7 +21,7 @@ from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
 from outpace.models.fused import attention
-from outpace.models.memory import MemoryCheckpoint
+from outpace.models.memory import LayersOnly
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
 from outpace.models.rope import Rotation
@@ -66,7 +66,7 @@ class OneLayer:
         self.dtype, self.device = form.dtype, form.device
         layer = {name: one for name, one in tensors.items() if name.startswith(LAYER)}
         layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
-        self.block = read_block(_Alone(config, layer), 0, form)
+        self.block = read_block(LayersOnly(config, layer, name="layer"), 0, form)
         self.heads = HeadShape(
             config.num_kv_heads,
             config.num_heads // config.num_kv_heads,
@@ -147,13 +147,3 @@ class OneLayer:
             index = torch.tensor(wanted, device=self.device)
             x_TH, mixed_TY = x_TH.index_select(0, index), mixed_TY.index_select(0, index)
         return x_TH, mixed_TY
-
-
-class _Alone(MemoryCheckpoint):
-    """A layer alone, whose shapes were checked by whoever read it."""
-
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(config, tensors, name="layer")
-
-    def _check_shapes(self) -> None:
-        """Queries, keys and values may read twice the hidden size, and there are no ends."""

@@ -83,6 +83,12 @@ def read_taps(layers: Any, one_less: int, folder: Path, target: Target) -> tuple
     return tuple(f"hidden.{layer}" for layer in behind)
 
 
+def default_layers(target: Target) -> tuple[int, int, int]:
+    """Layers whose features EAGLE-3 fuses unless told otherwise; in shallow targets one may serve twice."""
+    last = target.num_layers
+    return min(2, last), last // 2, max(last - 3, 1)
+
+
 def check_fit(width: int, decoder: DecoderConfig, folder: Path, target: Target, name: str) -> None:
     """Refuse a drafter whose sizes are not the target's."""
     for what, wanted, got in (

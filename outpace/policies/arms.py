@@ -8,6 +8,8 @@ from functools import cache
 from outpace.policies.base import Policy
 from outpace.types import Budget, Load
 
+_SUREST = 0.98  # so that the sum over all levels stays finite
+
 
 def pick(
     policy: Policy, chances: Mapping[str, float], drafters: Mapping[str, Budget], load: Load
@@ -29,7 +31,7 @@ def pick(
     for name, budget in drafters.items():
         level = costs.price(name, batch)
         for nodes, depth in sizes_to_weigh(budget):
-            chance = min(0.98, chances[name])
+            chance = min(_SUREST, chances[name])
             tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
             seconds = costs.passed(rows + batch * nodes, load.context, batch)
             rate = batch * tokens / (seconds + level * depth)

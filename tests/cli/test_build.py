@@ -7,7 +7,7 @@ from outpace import Engine
 from outpace.config import data_folder
 from outpace.methods.lookup import bigram as module
 from outpace.methods.lookup.bigram import BigramTable
-from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.files import vocabulary_digest
 from outpace.models.load import load_target
 from outpace.train.tokens import TokenSequence, TokenStore
 
@@ -34,7 +34,7 @@ def test_a_bigram_table_is_made_and_used(outpace, folder):
     size = (folder / "t.bigram").stat().st_size
     assert ran.out == f"t.bigram: {size:,} bytes, made from {count} tokens\n"
     assert "bytes: a.txt" in ran.err
-    table = BigramTable.load(folder / "t.bigram", vocabulary(tokenizer, tokenizer.vocab_size))
+    table = BigramTable.load(folder / "t.bigram", vocabulary_digest(tokenizer, tokenizer.vocab_size))
     (s,) = tokenizer.encode("s", special=False)
     a = tokenizer.encode("sat", special=False)[1]
     assert table.after(s)[0][0] == a and table.after(s)[0][1] > 0.9
@@ -91,7 +91,7 @@ def test_pieces_of_a_file_are_counted_as_one_text(folder, monkeypatch):
     monkeypatch.setattr(module, "_PIECE", 100)
     parts, again = build("parts")
     assert tokens == again and len(told) > 3
-    digest = vocabulary(tokenizer, 0)
+    digest = vocabulary_digest(tokenizer, 0)
     one, other = (BigramTable.load(path, digest) for path in (whole, parts))
     (s,) = tokenizer.encode("s", special=False)
     assert one.after(s)[0][0] == other.after(s)[0][0]

@@ -41,7 +41,7 @@ from outpace.models.attention import HeadShape, Span
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
-from outpace.models.memory import MemoryCheckpoint
+from outpace.models.memory import LayersOnly
 from outpace.models.plan import WANTED, Plan
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import Norm, gated
@@ -146,7 +146,7 @@ class BlockNet:
     ) -> None:
         config, dtype, device = shape.decoder, target.dtype, target.device
         self.shape, self.dtype, self.device = shape, dtype, device
-        layers = _Layers(config, {f"model.{name}": one for name, one in tensors.items()})
+        layers = LayersOnly(config, {f"model.{name}": one for name, one in tensors.items()}, name="block")
         form = Form(dtype, device, packed, quantize)
         self._blocks = [read_block(layers, i, form) for i in range(config.num_layers)]
         self._fc = form.linear(tensors["fc.weight"])
@@ -326,13 +326,3 @@ class BlockNet:
             score_KMN[..., part.end :].masked_fill_(later_MS, -torch.inf)
         mixed_KMW = torch.bmm(score_KMN.softmax(-1), cache.value_store[layer, part.slot, :, :end])
         return mixed_KMW.view(kv, len(head_SXW), -1).transpose(0, 1).flatten(1).to(self.dtype)
-
-
-class _Layers(MemoryCheckpoint):
-    """Layers alone, whose shapes were checked by whoever read them."""
-
-    def __init__(self, config: DecoderConfig, tensors: Mapping[str, Tensor]) -> None:
-        super().__init__(config, tensors, name="block")
-
-    def _check_shapes(self) -> None:
-        """There are no ends."""

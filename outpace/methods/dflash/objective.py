@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.last_state import unit
+from outpace.drafters.speculators import default_layers
 from outpace.drafters.trained import decoder_to_json, head_rows, lender, read_embedding
 from outpace.errors import ModelError
 from outpace.law import VocabMap
@@ -236,7 +237,7 @@ def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:
     """
     last = target.num_layers
     if config.taps is None:
-        streams = tuple(f"hidden.{one}" for one in (min(2, last), last // 2, max(last - 3, 1)))
+        streams = tuple(f"hidden.{one}" for one in default_layers(target))
         return streams if config.rows == "masks" else (*streams, LAST)
     layers = config.taps.split(",")
     if not all(word == "-1" or (word.isdecimal() and int(word) <= last) for word in layers):

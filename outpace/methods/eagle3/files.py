@@ -29,6 +29,7 @@ from outpace.drafters.speculators import (
     check_fit,
     check_tensors,
     check_verifier,
+    default_layers,
     own_embedding,
     read_layers,
     read_taps,
@@ -115,9 +116,8 @@ def read_head(folder: Path, target: Target) -> Head:
 
 
 def default_taps(target: Target) -> tuple[str, ...]:
-    """The features that EAGLE-3 fuses unless told otherwise: behind layers 2, L / 2 and L - 3."""
-    count = target.num_layers
-    return tuple(f"hidden.{layer}" for layer in (2, count // 2, count - 3))
+    """The features that EAGLE-3 fuses unless told otherwise."""
+    return tuple(f"hidden.{layer}" for layer in default_layers(target))
 
 
 def _own(said: Mapping[str, Any], folder: Path) -> EagleShape:

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from outpace.drafters.speculators import default_layers
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
 from outpace.law import VocabMap
@@ -183,7 +184,7 @@ def _tap_layers(config: Eagle3Config, target: Target) -> tuple[int, ...]:
     if config.two_stage:
         return read_probe(Path(config.two_stage), target)[0]
     if config.taps is None:
-        return (min(2, last), last // 2, max(last - 3, 1))
+        return default_layers(target)
     words = config.taps.split(",")
     layers = tuple(int(word) if word.isdecimal() else -1 for word in words)
     if not all(0 <= layer <= last for layer in layers):

@@ -42,7 +42,7 @@ from outpace.types import ROOT, Draft, Drawn, Outcome, Price
 BINS = 8
 """Stated chances are corrected by eighths."""
 DOUBT = 6.0
-"""Guesses that a stated chance counts as before what was kept overrules it."""
+"""Guesses that a stated chance counts as before what was kept overrules it; as in `auto`."""
 FORGET = 0.995
 """What is left of a guess's weight after the next one of its kind."""
 KEPT, RATE = 1.0, 0.1

@@ -22,7 +22,7 @@ from outpace.config import data_folder
 from outpace.drafters.trained import CONFIG, PROVENANCE
 from outpace.errors import ModelError, RequestError
 from outpace.files import reading, write_whole
-from outpace.methods.lookup.files import read, vocabulary, write
+from outpace.methods.lookup.files import read, vocabulary_digest, write
 from outpace.models.text import Tokenizer
 from outpace.train.tokens import TokenStore
 
@@ -148,7 +148,7 @@ def build_bigram(
     table = BigramTable.count(texts(), tokenizer.vocab_size)
     if read_tokens < 2:
         raise RequestError(f"no text in {', '.join(map(str, paths))}; give files with some text")
-    digest = vocabulary(tokenizer, tokenizer.vocab_size)
+    digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
     path = out or usual_place(digest)
     table.save(path, digest)
     return path, read_tokens
@@ -173,7 +173,7 @@ def _from_answers(folder: Path, tokenizer: Tokenizer, out: Path | None) -> tuple
         raise RequestError(f"{folder} holds no answers to count")
     target, about = store.manifest["target"], store.manifest["about"]
     place = out or data_folder() / "drafters" / target["digest"] / METHOD
-    table.save(place / TABLE, vocabulary(tokenizer, tokenizer.vocab_size))
+    table.save(place / TABLE, vocabulary_digest(tokenizer, tokenizer.vocab_size))
     plans = [{key: plan[key] for key in plan if key != "command"} for plan in about.get("plans", ())]
     provenance = {
         "command": f"outpace build bigram WORK/tokens --model {target['name']}",

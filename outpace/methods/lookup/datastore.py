@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from outpace.errors import ModelError, RequestError
 from outpace.files import parse_json, reading, replaced
-from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.files import vocabulary_digest
 from outpace.models.base import Target
 from outpace.models.text import Tokenizer
 
@@ -103,7 +103,7 @@ class Datastore:
         """
         tokenizer = target.tokenizer
         wrong = self.vocab_size > target.vocab_size
-        if wrong or (tokenizer and vocabulary(tokenizer, target.vocab_size) != self.digest):
+        if wrong or (tokenizer and vocabulary_digest(tokenizer, target.vocab_size) != self.digest):
             raise ModelError(
                 f"the datastore was built for a vocabulary of {self.vocab_size} tokens "
                 f"({self.digest}), which is not that of {target.name} ({target.vocab_size} "
@@ -212,7 +212,7 @@ def write_datastore(documents: Iterable[Sequence[int]], tokenizer: Tokenizer, ou
     suffix_M = suffix_array(token_M.astype(np.uint32), DEPTH)
     filling = bytes(_aligned(_HEADER + token_M.nbytes) - _HEADER - token_M.nbytes)
     payload = [token_M.astype(f">{kind}").tobytes(), filling, suffix_M.astype("<u4").tobytes()]
-    header = {"tokens": count, "vocab_size": end, "vocabulary": vocabulary(tokenizer, end)}
+    header = {"tokens": count, "vocab_size": end, "vocabulary": vocabulary_digest(tokenizer, end)}
     header["checksum"] = _checksum(payload, header)
     try:
         with replaced(out) as part, part.open("wb") as file:

@@ -21,8 +21,8 @@ _SAMPLED = 4096
 _HEADER = 4096  # bytes; no header is longer
 
 
-def vocabulary(tokenizer: Tokenizer | None, size: int) -> str:
-    """Name a vocabulary: 16 hex digits, the same on every machine.
+def vocabulary_digest(tokenizer: Tokenizer | None, size: int) -> str:
+    """Digest of a vocabulary: 16 hex digits, the same on every machine.
 
     Args:
         tokenizer: about `_SAMPLED` of its tokens, evenly spread, and all special ones are
@@ -39,7 +39,7 @@ def vocabulary(tokenizer: Tokenizer | None, size: int) -> str:
     return lines.hexdigest()[:16]
 
 
-def write(path: Path, kind: str, vocabulary: str, facts: Mapping[str, int], data: bytes) -> None:
+def write(path: Path, kind: str, digest: str, facts: Mapping[str, int], data: bytes) -> None:
     """Write a file in one go: readers see the old one or the new one, never a part.
 
     Args:
@@ -49,21 +49,15 @@ def write(path: Path, kind: str, vocabulary: str, facts: Mapping[str, int], data
         OSError: it cannot be written.
     """
     packed = zlib.compress(data, 1)
-    header = {
-        "outpace": kind,
-        "vocabulary": vocabulary,
-        **facts,
-        "bytes": len(packed),
-        "crc": zlib.crc32(packed),
-    }
+    header = {"outpace": kind, "vocabulary": digest, **facts, "bytes": len(packed), "crc": zlib.crc32(packed)}
     write_whole(path, json.dumps(header).encode() + b"\n" + packed)
 
 
-def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str, Any], bytes]:
+def read(path: Path, kind: str, digest: str, remedy: str) -> tuple[dict[str, Any], bytes]:
     """Read a file back.
 
     Args:
-        vocabulary: of the model that is to use it.
+        digest: of the vocabulary of the model that is to use it.
         remedy: what to do if it does not fit, as the end of a sentence.
 
     Returns:
@@ -86,8 +80,6 @@ def read(path: Path, kind: str, vocabulary: str, remedy: str) -> tuple[dict[str,
         raise ModelError(f"{path} is a {said[0]}, not a {kind}; {remedy}")
     if said[2:] != (len(packed), zlib.crc32(packed)):
         raise ModelError(f"{kind} {path} is damaged ({len(packed)} bytes of {said[2]}); {remedy}")
-    if said[1] != vocabulary:
-        raise ModelError(
-            f"{kind} {path} was made for another vocabulary ({said[1]}, not {vocabulary}); {remedy}"
-        )
+    if said[1] != digest:
+        raise ModelError(f"{kind} {path} was made for another vocabulary ({said[1]}, not {digest}); {remedy}")
     return header, zlib.decompress(packed)

@@ -26,7 +26,7 @@ from outpace.drafters.trained import candidates
 from outpace.drafters.worth import grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.bigram import METHOD, TABLE, BigramTable, usual_place
-from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.files import vocabulary_digest
 from outpace.methods.lookup.follows import AutomatonState, FollowsText
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
@@ -91,7 +91,7 @@ class MaxGram(FollowsText[AutomatonState]):
         own = candidates(METHOD, target)
         if path is None and not own and not usual_place("").parent.is_dir():
             return cls(config)
-        digest = vocabulary(target.tokenizer, target.vocab_size)
+        digest = vocabulary_digest(target.tokenizer, target.vocab_size)
         if path is None and usual_place(digest).exists():
             path = usual_place(digest)
         elif path is None and own:

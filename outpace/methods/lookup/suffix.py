@@ -38,7 +38,7 @@ from outpace.drafters.base import Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.drafters.worth import Chances, grow
 from outpace.methods.lookup.automaton import SuffixAutomaton
-from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.files import vocabulary_digest
 from outpace.methods.lookup.follows import AutomatonState, FollowsText
 from outpace.methods.lookup.history import LONGEST, History, Keeper
 from outpace.models.base import Target
@@ -108,7 +108,7 @@ class Suffix(FollowsText[_State]):
         """
         if config.store is None:
             return cls(config, History(config.capacity) if config.shared else None)
-        digest, path = vocabulary(target.tokenizer, target.vocab_size), Path(config.store)
+        digest, path = vocabulary_digest(target.tokenizer, target.vocab_size), Path(config.store)
         known = path.exists()
         history = History.load(path, digest, config.capacity) if known else History(config.capacity)
         keeper = Keeper(history, path, digest)

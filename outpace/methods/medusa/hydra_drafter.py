@@ -55,6 +55,11 @@ class _State(LastState):
     prefix: PrefixState | None = None
 
 
+def _prefix_of(state: LastState) -> PrefixState | None:
+    """The sequence's place in the prefix layer; None where there is none."""
+    return state.prefix if isinstance(state, _State) else None
+
+
 class Hydra(ResidualDrafter):
     """Drafts with heads that read the hidden state and the tokens before their guess."""
 
@@ -80,9 +85,9 @@ class Hydra(ResidualDrafter):
         if branches[0].nodes == (ROOT,):
             self._hidden_BH = self.hidden(branches)
             if self.prefix is not None:
-                held = [state.prefix for b in branches if isinstance(state := b.state, _State)]
+                held = [one for b in branches if (one := _prefix_of(b.state))]
                 with self.clock:
-                    self._hidden_BH = self.prefix.newest([one for one in held if one is not None])
+                    self._hidden_BH = self.prefix.newest(held)
         row_F = [b.state.row for b in branches for _ in b.nodes]
         read_F = [[b.tokens[-1], *b.path_tokens(node)] for b in branches for node in b.nodes]
         with self.clock, torch.no_grad():
@@ -112,8 +117,8 @@ class Hydra(ResidualDrafter):
 
     def propose(self, rows: Sequence[DraftRow[LastState]]) -> list[Draft]:
         for row in rows:
-            if self.prefix is not None and isinstance(row.state, _State) and row.state.prefix is not None:
-                self.prefix.forget(row.state.prefix)
+            if self.prefix is not None and (held := _prefix_of(row.state)):
+                self.prefix.forget(held)
         return super().propose(rows)
 
     def observe(self, states: Sequence[LastState], outcomes: Sequence[Outcome]) -> None:
@@ -121,28 +126,28 @@ class Hydra(ResidualDrafter):
         super().observe(states, outcomes)
         for state, outcome in zip(states, outcomes, strict=True):
             tap = outcome.scored.taps.get(LAST)
-            held = state.prefix if isinstance(state, _State) else None
+            held = _prefix_of(state)
             if self.prefix is not None and held is not None and tap is not None and outcome.fed:
                 with self.clock:
                     self.prefix.add(held, tap[list(outcome.row_F)].float(), outcome.start)
 
     def num_uncached(self, state: LastState, tokens: Sequence[int]) -> int:
         """Those that wait for the prefix layer."""
-        held = state.prefix if isinstance(state, _State) else None
+        held = _prefix_of(state)
         return 0 if held is None else held.count
 
     def mark(self, state: LastState) -> Any:
         """A copy that shares the tensor, and where the prefix layer stands."""
-        held = state.prefix if isinstance(state, _State) else None
+        held = _prefix_of(state)
         return copy.copy(state), None if held is None or self.prefix is None else self.prefix.mark(held)
 
     def rewind(self, state: LastState, mark: Any) -> LastState:
         restored: LastState = mark[0]
-        if self.prefix is not None and isinstance(restored, _State) and restored.prefix is not None:
-            self.prefix.rewind(restored.prefix, mark[1])
+        if self.prefix is not None and (held := _prefix_of(restored)):
+            self.prefix.rewind(held, mark[1])
         return restored
 
     def end(self, state: LastState) -> None:
         """Give the prefix layer's slot back."""
-        if self.prefix is not None and isinstance(state, _State) and state.prefix is not None:
-            self.prefix.end(state.prefix)
+        if self.prefix is not None and (held := _prefix_of(state)):
+            self.prefix.end(held)

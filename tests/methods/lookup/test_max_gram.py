@@ -11,7 +11,7 @@ from outpace.engine.method import SingleMethod
 from outpace.errors import ModelError, SpecError
 from outpace.methods.lookup.automaton import HOPS, SuffixAutomaton
 from outpace.methods.lookup.bigram import WIDTH, BigramTable, usual_place
-from outpace.methods.lookup.files import vocabulary
+from outpace.methods.lookup.files import vocabulary_digest
 from outpace.methods.lookup.max_gram import MaxGram, MaxGramConfig
 from outpace.models.load import load_target
 from outpace.tree.growth import DraftRow
@@ -267,7 +267,7 @@ def test_the_users_own_table_is_found(tmp_path, monkeypatch):
     target = load_target("tiny", dtype="float32")
     load = MaxGram.load
     assert load(MaxGramConfig(), target).table is None
-    digest = vocabulary(target.tokenizer, target.vocab_size)
+    digest = vocabulary_digest(target.tokenizer, target.vocab_size)
     table({1: [(2, 0.5)]}, target.vocab_size).save(usual_place(digest), digest)
     assert load(MaxGramConfig(), target).table.after(1)
     assert load(MaxGramConfig(bigram=False), target).table is None
@@ -287,7 +287,7 @@ def test_the_users_own_table_is_found(tmp_path, monkeypatch):
 
 def test_vocabularies_are_told_apart():
     target = load_target("tiny", dtype="float32")
-    mine = vocabulary(target.tokenizer, target.vocab_size)
-    assert mine == vocabulary(load_target("tiny:5").tokenizer, 999), "padding does not count"
-    others = {vocabulary(None, target.vocab_size), vocabulary(None, 7)}
+    mine = vocabulary_digest(target.tokenizer, target.vocab_size)
+    assert mine == vocabulary_digest(load_target("tiny:5").tokenizer, 999), "padding does not count"
+    others = {vocabulary_digest(None, target.vocab_size), vocabulary_digest(None, 7)}
     assert len({mine, *others}) == 3
