@@ -17,8 +17,10 @@ import copy
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 from outpace.analysis import cost
@@ -30,7 +32,7 @@ from outpace.errors import RequestError
 from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.drafter import read_k as read_k
-from outpace.methods.cascade.tally import Part, Tally, note_parts
+from outpace.methods.cascade.tally import Counts, Note, Part, note_parts, noted
 from outpace.params import SamplingParams
 from outpace.types import CostCurve, StepRecord
 
@@ -203,25 +205,19 @@ def measure(
     for number in range(2, lookup + (probe.lookup is not None)) if base is None else ():
         row = [0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]
         singles[number] = ([row], engine.method(spec_of(levels, [row], lenience)))
-    lone: dict[tuple[int, int], Part] = defaultdict(Part)
-    parts: dict[tuple[int, int], Part] = defaultdict(Part)
-    tails: dict[tuple[int, int], Part] = defaultdict(Part)
+    tables: list[dict[tuple[int, int], Part]] = [defaultdict(Part) for _ in range(3)]
+    parts, tails, lone = tables
     passes = [_Passes() for _ in range(len(probe.models) + 1)]
     alone = _Passes()
-    seen: list[Any] = [({}, {}, {})]
-    """Parts, tails and lone drafts after so many texts."""
+    seen = [Counts({}, {}, {})]
+    """After so many texts."""
 
     for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    usual = {one: one.verifier for one in (tail, method, *(one for _, one in singles.values()))}
-    for own_k, one in singles.values():
-        one.verifier = Tally(usual[one], note_parts(lone, 0, own_k, probe))
-    tail.verifier = Tally(tail.verifier, note_parts(tails, 0, tail_k, probe))
-    method.verifier = Tally(usual[method], note_parts(parts, 0, k, probe))
-    for level, own in zip(probe.models, passes[1:], strict=True):
-        level.verifier = Tally(level.verifier, note_parts(parts, level.number, k, probe))
-        level.machine.listeners = (own.listen,)
-    try:
+    notes: dict[Any, Note] = {one: note_parts(lone, 0, own_k, probe) for own_k, one in singles.values()}
+    notes |= {tail: note_parts(tails, 0, tail_k, probe), method: note_parts(parts, 0, k, probe)}
+    notes |= {level: note_parts(parts, level.number, k, probe) for level in probe.models}
+    with noted(notes), _listening(probe, passes[1:]):
         for prompt in prompts:
             tick("probing", 0)
             if base is None:
@@ -231,15 +227,8 @@ def measure(
                 _run(engine, tail.spec, prompt, params, _Passes())
             for _, one in singles.values():
                 _run(engine, one.spec, prompt, params, _Passes())
-            seen.append(copy.deepcopy((dict(parts), dict(tails), dict(lone))))
+            seen.append(Counts(*copy.deepcopy([dict(table) for table in tables])))
             tick("probing", 1)
-    finally:
-        for one, verifier in usual.items():
-            one.verifier = verifier
-        for level in probe.models:
-            assert isinstance(level.verifier, Tally)
-            level.verifier = level.verifier._real
-            level.machine.listeners = ()
     if not parts:
         raise RequestError(
             f"{method.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
@@ -248,35 +237,12 @@ def measure(
     names = (engine.target.name, *(level.model.name for level in probe.models))
     if probe.lookup is not None:
         names = (*names, type(probe.lookup.drafter).__name__)
-
-    def counted(index: int | None) -> tuple[Mapping[tuple[int, int], Part], Mapping[int, Part]]:
-        """Parts and lone drafts, less those of one text."""
-        found: list[dict[Any, Part]] = []
-        for table, kind in zip((parts, tails, lone), range(3), strict=True):
-            if index is None:
-                found.append(dict(table))
-                continue
-            before, after = seen[index][kind], seen[index + 1][kind]
-            found.append(
-                {
-                    key: part.less(after.get(key, Part()).less(before.get(key, Part())))
-                    for key, part in table.items()
-                }
-            )
-        whole, behind, apart = found
-        if base is None:
-            single: Mapping[int, Part] = {number: part for (_, number), part in apart.items()}
-        else:
-            other, single = (base.parts, base.alone) if index is None else base.without[index]
-            behind = {pair: part for pair, part in other.items() if pair == (0, lookup)}
-        return {**whole, **behind}, single
-
     if base is not None:
         seconds = base.ladder.seconds
     else:
         context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
         seconds = _costs(_curves(engine, probe, context, tick), context, passes, alone)
-    parts_all, alone_all = counted(None)
+    parts_all, alone_all = seen[-1].joined(lookup, None if base is None else (base.parts, base.alone))
     ladder = Ladder(
         models=len(probe.models),
         lookup=probe.lookup is not None,
@@ -290,8 +256,23 @@ def measure(
         names=names,
         alone=alone_all,
         lenience=lenience,
-        without=tuple(counted(index) for index in range(len(prompts))),
+        without=tuple(
+            seen[-1].less(before, after).joined(lookup, None if base is None else base.without[i])
+            for i, (before, after) in enumerate(pairwise(seen))
+        ),
     )
+
+
+@contextmanager
+def _listening(probe: Cascade, passes: Sequence[_Passes]) -> Iterator[None]:
+    """Time the passes of every model of a cascade."""
+    for level, own in zip(probe.models, passes, strict=True):
+        level.machine.listeners = (own.listen,)
+    try:
+        yield
+    finally:
+        for level in probe.models:
+            level.machine.listeners = ()
 
 
 def _curves(

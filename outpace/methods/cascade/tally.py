@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 from outpace.coins import Coins
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.guesses import Origin
 from outpace.types import ROOT, Draft, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
+
+Note: TypeAlias = Callable[[Draft, Verdict], None]
 
 _DOUBT = 4.0
 """Guesses that must reach a place to count as much as the place before it."""
@@ -86,7 +90,7 @@ class Part:
 class Tally(Verifier):
     """Another verifier, and a note of what it decided."""
 
-    def __init__(self, real: Verifier, note: Callable[[Draft, Verdict], None]) -> None:
+    def __init__(self, real: Verifier, note: Note) -> None:
         self._real, self._note = real, note
         self.draws = real.draws
 
@@ -105,7 +109,7 @@ class Tally(Verifier):
 
 def note_parts(
     parts: dict[tuple[int, int], Part], reviewer: int, k: Sequence[Sequence[int]], probe: Cascade
-) -> Callable[[Draft, Verdict], None]:
+) -> Note:
     """Count one reviewer's verdicts, level by level."""
     lowest = len(probe.models) + 1
     totals = [sum(k[reviewer][: i + 1]) for i in range(len(k[reviewer]))]
@@ -137,3 +141,52 @@ def _chain(draft: Draft) -> list[int]:
         node = groups[0].nodes[0]
         nodes.append(node)
     return nodes
+
+
+Parts: TypeAlias = Mapping[tuple[int, int], Part]
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """What reviewers said in a probe: of every level, of the lookup at the target, of levels alone."""
+
+    parts: Parts
+    tails: Parts
+    lone: Parts
+
+    def less(self, before: Counts, after: Counts) -> Counts:
+        """Without what one text added."""
+
+        def less(whole: Parts, before: Parts, after: Parts) -> Parts:
+            return {
+                key: part.less(after.get(key, Part()).less(before.get(key, Part())))
+                for key, part in whole.items()
+            }
+
+        return Counts(
+            less(self.parts, before.parts, after.parts),
+            less(self.tails, before.tails, after.tails),
+            less(self.lone, before.lone, after.lone),
+        )
+
+    def joined(
+        self, lookup: int, base: tuple[Parts, Mapping[int, Part]] | None
+    ) -> tuple[Parts, Mapping[int, Part]]:
+        """Parts of all levels, and drafts of levels alone; of ``base`` where no inner review touches them."""
+        if base is None:
+            return {**self.parts, **self.tails}, {number: part for (_, number), part in self.lone.items()}
+        behind = {pair: part for pair, part in base[0].items() if pair == (0, lookup)}
+        return {**self.parts, **behind}, base[1]
+
+
+@contextmanager
+def noted(notes: Mapping[Any, Note]) -> Iterator[None]:
+    """Note the verdicts of methods and levels; put their own verifiers back at the end."""
+    usual = {one: one.verifier for one in notes}
+    for one, note in notes.items():
+        one.verifier = Tally(one.verifier, note)
+    try:
+        yield
+    finally:
+        for one, verifier in usual.items():
+            one.verifier = verifier
