@@ -96,31 +96,22 @@ class Auto(Policy):
         awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
         self._tick += 1
         prices = self._priced(len(rows), load)
+        previewed, asked = self._offered(rows, awake, prices, load)
         chosen: dict[int, Offer] = {}
-        told: dict[str, dict[int, Menu]] = {}  # by lookups
-        menus: dict[str, dict[int, Menu]] = {}
         for i in awake:
-            row = rows[i]
-            for name, budget in row.drafters.items() if row.limit.max_depth > 0 else ():
-                preview = row.previews.get(name)
-                if preview:
-                    scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
-                    offer = prices.look_up(name, preview, row.limit, scale)
-                    told.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
-                    if offer.gain > 0.0 and (i not in chosen or offer > chosen[i]):
-                        chosen[i] = offer
-                elif preview is None and budget.max_nodes and name != NONE:
-                    menu = self._menu(row, name, prices, load)
-                    if menu.best is not None:
-                        menus.setdefault(name, {})[i] = menu
-        chosen |= self._together(menus, chosen, prices)
+            best = max([menu_B[i].offers[0] for menu_B in previewed.values() if i in menu_B], default=None)
+            if best is not None and best.gain > 0.0:
+                chosen[i] = best
+        chosen |= self._together(asked, chosen, prices)
         if load.batch > 1:
             chosen = prices.paying(chosen)
         self._wait -= 1.0
         tried = None
         if self._wait <= 0.0:
-            left = {name: {i: menu_B[i] for i in menu_B if i not in chosen} for name, menu_B in told.items()}
-            tried = self._trial({**left, **menus}, chosen, prices)
+            idle = {
+                name: {i: one for i, one in m.items() if i not in chosen} for name, m in previewed.items()
+            }
+            tried = self._trial({**idle, **asked}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
         if tried is not None or 2 * self._guesses > prices.foreseen:
             self._prices.clear()  # the step tells something new
@@ -133,6 +124,26 @@ class Auto(Policy):
             reason = "probe" if i == tried else "best" if i in awake else "pause"
             plans.append(prices.plan(row, row.state.asked, reason))
         return plans
+
+    def _offered(
+        self, rows: Sequence[PolicyRow], awake: Sequence[int], prices: Prices, load: Load
+    ) -> tuple[dict[str, dict[int, Menu]], dict[str, dict[int, Menu]]]:
+        """By drafter and sequence: offers of those that preview their drafts, and of those that do not."""
+        previewed: dict[str, dict[int, Menu]] = {}
+        asked: dict[str, dict[int, Menu]] = {}
+        for i in awake:
+            row = rows[i]
+            for name, budget in row.drafters.items() if row.limit.max_depth > 0 else ():
+                preview = row.previews.get(name)
+                if preview:
+                    scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
+                    offer = prices.look_up(name, preview, row.limit, scale)
+                    previewed.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
+                elif preview is None and budget.max_nodes and name != NONE:
+                    menu = self._menu(row, name, prices, load)
+                    if menu.best is not None:
+                        asked.setdefault(name, {})[i] = menu
+        return previewed, asked
 
     def _priced(self, own: int, load: Load) -> Prices:
         key = own, load.beside, load.batch, load.context // PAGE
@@ -207,18 +218,18 @@ class Auto(Policy):
 
     def _learn(self, state: State, offer: Offer, seen: Evidence) -> None:
         pool, here = self._pool(state, seen.drafter), state.here.setdefault(seen.drafter, Ratio())
-        told: list[tuple[float, float, tuple[str | int, ...]]] = []  # kept, stated, of which kind
+        guesses: list[tuple[float, float, tuple[str | int, ...]]] = []  # kept, stated, of which kind
         if offer.stated:
             if not seen.censored and seen.depth:
-                told.append((seen.accepted, offer.stated, (KEPT,)))
+                guesses.append((seen.accepted, offer.stated, (KEPT,)))
         else:
             if offer.width:
                 pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
             # Silence where a level was asked for is a level that was not kept.
             refused = not seen.censored and seen.accepted < offer.depth
             for level in range(seen.accepted + refused):
-                told.append((level < seen.accepted, self.tuning.hope, (KEPT, level, offer.width)))
-        for kept, stated, kind in told:
+                guesses.append((level < seen.accepted, self.tuning.hope, (KEPT, level, offer.width)))
+        for kept, stated, kind in guesses:
             here.add(kept, stated * pool.ratio(*kind), self.tuning.text)
             if not seen.ruled:
                 pool.add(kept, stated, *kind)
