@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.last_state import read_tree
 from outpace.drafters.speculators import (
     KIND,
     check_fit,
@@ -41,6 +40,7 @@ from outpace.drafters.trained import (
     read_tensors,
     vocab_map,
 )
+from outpace.drafters.trained_file import read_tree
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.methods.dflash.net import W1, BlockShape

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from outpace.drafters.trained import CONFIG, candidates, find, read_config, read_tensors
+from outpace.drafters.trained_file import fit_tensors
 from outpace.errors import ModelError
 from outpace.models.base import TAPS, Target
 from outpace.models.fields import read_json
@@ -83,11 +84,7 @@ class AcceptanceHead:
                 f"{blocks!r} and {tied!r}"
             )
         self.shape = HeadShape(width=model.hidden_size, blocks=blocks, tied=tied)
-        tensors = read_tensors(folder)
-        for name, wanted in self.shape.tensor_shapes().items():
-            got = tuple(tensors[name].shape) if name in tensors else None
-            if got != wanted:
-                raise ModelError(f"{folder}: {name!r} has shape {got}, its config needs {wanted}")
+        tensors = fit_tensors(read_tensors(folder), self.shape.tensor_shapes(), folder)
         self.folder, self._dtype = folder, model.dtype
         where, kind = model.device, model.dtype
         self._blocks = [

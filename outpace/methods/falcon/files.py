@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from outpace.drafters.last_state import TrainedFile, read_file, read_layer
 from outpace.drafters.trained import CONFIG, read_config
+from outpace.drafters.trained_file import TrainedFile, read_file, read_layer
 from outpace.methods.falcon.net import FalconShape
 from outpace.models.base import Target
 from outpace.models.fields import Fields

@@ -14,8 +14,8 @@ from pathlib import Path
 
 from outpace.drafters.feature_rows import RowDrafter
 from outpace.drafters.features import TrainedConfig
-from outpace.drafters.last_state import read_file, read_layer
 from outpace.drafters.trained import CONFIG, find, read_config, rounding
+from outpace.drafters.trained_file import read_file, read_layer
 from outpace.methods.fspad.net import FspadNet, FspadShape
 from outpace.models.base import Target
 from outpace.models.fields import Fields

@@ -27,7 +27,6 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.features import TrainedConfig
-from outpace.drafters.last_state import fit_tensors, read_vocab
 from outpace.drafters.model_rows import ModelDrafter, ModelState
 from outpace.drafters.trained import (
     CONFIG,
@@ -39,6 +38,7 @@ from outpace.drafters.trained import (
     read_tensors,
     rounding,
 )
+from outpace.drafters.trained_file import fit_tensors, read_vocab
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.methods.glide.net import GlideNet, tensor_shapes

@@ -22,9 +22,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.drafters.last_state import LastStateDrafter, TrainedFile, read_file
+from outpace.drafters.last_state import LastStateDrafter
 from outpace.drafters.one_layer import layer_shapes
 from outpace.drafters.trained import CONFIG, decoder_from_json, find, read_config, rounding
+from outpace.drafters.trained_file import TrainedFile, read_file
 from outpace.errors import ModelError
 from outpace.models.base import Target
 from outpace.models.blocks import Form

@@ -18,9 +18,9 @@ from typing import Any
 
 from torch import Tensor
 
-from outpace.drafters.last_state import TrainedFile, read_file, read_layer
 from outpace.drafters.one_layer import LAYER
 from outpace.drafters.trained import CONFIG, candidates, find, is_drafter, read_config
+from outpace.drafters.trained_file import TrainedFile, read_file, read_layer
 from outpace.errors import ModelError, SpecError, shown
 from outpace.methods.mtp.net import CHAINED, NORMED, PARALLEL, RAW, MtpShape
 from outpace.methods.mtp.self_test import choose_base

@@ -10,8 +10,8 @@ from itertools import accumulate
 
 from torch import Tensor
 
-from outpace.drafters.last_state import read_rates, read_vocab
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors
+from outpace.drafters.trained_file import read_rates, read_vocab
 from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.methods.ppd.trees import Rates

@@ -17,8 +17,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from outpace.drafters.last_state import TrainedFile, fit_tensors, read_file
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors
+from outpace.drafters.trained_file import TrainedFile, fit_tensors, read_file
 from outpace.errors import ModelError, shown
 from outpace.methods.recurrent.cells import LSTM, MLP, REDRAFTER, CellShape
 from outpace.models.base import Target

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outpace.drafters.last_state import fit_tensors
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
+from outpace.drafters.trained_file import fit_tensors
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.models.base import Target

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outpace.drafters.last_state import fit_tensors, read_rates
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import CONFIG, find, read_config, read_tensors, vocab_map
+from outpace.drafters.trained_file import fit_tensors, read_rates
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.models.base import Target

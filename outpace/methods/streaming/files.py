@@ -18,9 +18,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from outpace.drafters.last_state import read_rates
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.drafters.trained import CONFIG, find, lender, read_config, read_tensors, vocab_map
+from outpace.drafters.trained_file import read_rates
 from outpace.errors import ModelError, shown
 from outpace.law import VocabMap
 from outpace.models.base import Target
