@@ -26,7 +26,7 @@ from outpace import files
 from outpace.errors import OutpaceError
 
 if TYPE_CHECKING:
-    from outpace.server.parsing import Reader
+    from outpace.server.parsing import BodyParser
 
 Json = dict[str, Any]
 
@@ -96,7 +96,7 @@ class OutpaceModel(llm.Model):
 
     def __init__(self, model_id: str, model: str, drafter: str) -> None:
         self.model_id, self._model, self._drafter = model_id, model, drafter
-        self._reader: Reader | None = None
+        self._reader: BodyParser | None = None
 
     def execute(
         self, prompt: Any, stream: bool, response: Any, conversation: Any = None
@@ -117,10 +117,10 @@ class OutpaceModel(llm.Model):
         from outpace.serving.events import Done, Event, Failed
 
         reader = self._reader = self._reader or self._load()
-        ask = reader.chat(ChatBody.model_validate(_body(prompt)))
-        writer = ChatWriter(ask, self.model_id, "", reader.tokenizer)
+        wanted = reader.chat(ChatBody.model_validate(_body(prompt)))
+        writer = ChatWriter(wanted, self.model_id, "", reader.tokenizer)
         heard: queue.SimpleQueue[Event] = queue.SimpleQueue()
-        ticket = reader.service.submit(ask.requests[0], heard.put)
+        ticket = reader.service.submit(wanted.requests[0], heard.put)
         try:
             while not isinstance(event := heard.get(), Done):
                 if isinstance(event, Failed):
@@ -135,11 +135,11 @@ class OutpaceModel(llm.Model):
             input=usage["prompt_tokens"], output=usage["completion_tokens"], details=closing["metrics"]
         )
 
-    def _load(self) -> Reader:
+    def _load(self) -> BodyParser:
         from outpace.engine.engine import Engine
         from outpace.server.grammar import open_grammars
         from outpace.server.limits import Limits
-        from outpace.server.parsing import Reader
+        from outpace.server.parsing import BodyParser
         from outpace.serving.service import Service
 
         engine = Engine.load(self._model)
@@ -147,7 +147,7 @@ class OutpaceModel(llm.Model):
         atexit.register(service.close, drain=False)
         target = engine.target
         grammars = open_grammars(target.tokenizer, target.vocab_size, engine.eos_ids)
-        return Reader(service, self.model_id, Limits(), grammars)
+        return BodyParser(service, self.model_id, Limits(), grammars)
 
 
 def _body(prompt: Any) -> Json:

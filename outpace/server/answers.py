@@ -12,10 +12,10 @@ from typing import Any, ClassVar
 from outpace import registry
 from outpace.engine.results import Result
 from outpace.sampling import TokenLogprobs
+from outpace.server.client_request import ClientRequest
 from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
-from outpace.server.figures import metrics as metrics
-from outpace.server.parsing import ClientRequest
+from outpace.server.figures import metrics
 from outpace.server.tool_parser import CallReader, Found
 from outpace.server.trace import Tracer
 from outpace.serving.events import Tokens
@@ -39,15 +39,15 @@ class Writer(ABC):
     named: ClassVar[bool] = False
     """Whether events of a stream have the name that is their ``type``, and none says that it is over."""
 
-    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
-        self.ask, self._tokenizer = ask, tokenizer
+    def __init__(self, wanted: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
+        self.wanted, self._tokenizer = wanted, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
         self.lossless = True
         """Whether the answers have the distribution of the model; said in every answer and chunk."""
-        self._written = [0] * ask.answers
-        each = [one for one in ask.requests for _ in range(ask.n)]
-        self._tracer = Tracer(each, tokenizer) if ask.traced else None
+        self._written = [0] * wanted.answers
+        each = [one for one in wanted.requests for _ in range(wanted.n)]
+        self._tracer = Tracer(each, tokenizer) if wanted.traced else None
 
     @abstractmethod
     def _message(self, index: int, result: Result) -> Json:
@@ -88,9 +88,9 @@ class Writer(ABC):
                 "logprobs": None if result.logprobs is None else self._all_logprobs(index, result),
                 "finish_reason": self._reason(index, result),
             }
-            if self.ask.token_ids:
+            if self.wanted.token_ids:
                 choice["token_ids"] = list(result.tokens)
-            if self.ask.detailed:
+            if self.wanted.detailed:
                 choice["speculation"] = [one for e in events[index] for one in self._authors(e)]
             choices.append(choice)
         return {
@@ -105,7 +105,7 @@ class Writer(ABC):
 
     def _shown(self, result: Result) -> Result:
         """A result without the token that nobody wanted."""
-        if not self.ask.silent:
+        if not self.wanted.silent:
             return result
         none = None if result.logprobs is None else ()
         return replace(result, text="", tokens=(), logprobs=none, finish_reason="length")
@@ -115,20 +115,20 @@ class Writer(ABC):
 
     def piece(self, event: Tokens) -> Json | None:
         """A chunk for new tokens; None if there is nothing to say of them."""
-        ask, index = self.ask, event.index
-        if ask.silent:
+        wanted, index = self.wanted, event.index
+        if wanted.silent:
             return None
         self._written[index] += len(event.ids)
         delta = self._delta(index, event.ids, event.text)
         told = any(delta.values()) or event.logprobs
-        if not (told or ask.token_ids or ask.detailed or ask.traced):
+        if not (told or wanted.token_ids or wanted.detailed or wanted.traced):
             return None
         choice: Json = {"index": index, **delta, "logprobs": None, "finish_reason": None}
         if event.logprobs:
             choice["logprobs"] = self._logprobs(index, event.logprobs)
-        if ask.token_ids:
+        if wanted.token_ids:
             choice["token_ids"] = list(event.ids)
-        if ask.detailed:
+        if wanted.detailed:
             choice["speculation"] = self._authors(event)
         chunk = self._chunk([choice])
         if self._tracer is not None:
@@ -160,11 +160,11 @@ class Writer(ABC):
 
     def usage(self, results: Sequence[Result]) -> Json:
         """Tokens read and written. A prompt counts once, whatever its number of answers."""
-        ask = self.ask
-        read = sum(len(one.prompt) for one in ask.requests)
+        wanted = self.wanted
+        read = sum(len(one.prompt) for one in wanted.requests)
         written = sum(len(result.tokens) for result in results)
         details = self._details()
-        if ask.predicted:
+        if wanted.predicted:
             followed = [
                 counts
                 for result in results
@@ -179,7 +179,7 @@ class Writer(ABC):
             "completion_tokens": written,
             "total_tokens": read + written,
             "prompt_tokens_details": {
-                "cached_tokens": sum(result.cached_tokens for result in results[:: ask.n])
+                "cached_tokens": sum(result.cached_tokens for result in results[:: wanted.n])
             },
             "completion_tokens_details": details,
         }
@@ -195,14 +195,14 @@ class Writer(ABC):
     def _chunk(self, choices: list[Json]) -> Json:
         chunk: Json = {"id": self._id, "object": self.part, **self._about, "lossless": self.lossless}
         chunk["choices"] = choices
-        if self.ask.running_usage:
-            read, written = sum(len(r.prompt) for r in self.ask.requests), sum(self._written)
+        if self.wanted.running_usage:
+            read, written = sum(len(r.prompt) for r in self.wanted.requests), sum(self._written)
             chunk["usage"] = {
                 "prompt_tokens": read,
                 "completion_tokens": written,
                 "total_tokens": read + written,
             }
-        elif self.ask.include_usage:
+        elif self.wanted.include_usage:
             chunk["usage"] = None
         return chunk
 
@@ -233,32 +233,32 @@ class Writer(ABC):
 class CompletionWriter(Writer):
     prefix, whole, part = "cmpl", "text_completion", "text_completion"
 
-    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
-        super().__init__(ask, model, fingerprint, tokenizer)
-        self._offset = [0] * ask.answers
+    def __init__(self, wanted: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
+        super().__init__(wanted, model, fingerprint, tokenizer)
+        self._offset = [0] * wanted.answers
         self._streams: dict[int, Any] = {}
 
     def opening(self, index: int) -> list[Json]:
         """The prompt, if it is to be echoed."""
-        if self.ask.echo is None:
+        if self.wanted.echo is None:
             return []
         choice = {
             "index": index,
-            "text": self.ask.echo[index // self.ask.n],
+            "text": self.wanted.echo[index // self.wanted.n],
             "logprobs": None,
             "finish_reason": None,
         }
         return [self._chunk([choice])]
 
     def _message(self, index: int, result: Result) -> Json:
-        echo = "" if self.ask.echo is None else self.ask.echo[index // self.ask.n]
+        echo = "" if self.wanted.echo is None else self.wanted.echo[index // self.wanted.n]
         return {"text": echo + result.text}
 
     def _all_logprobs(self, index: int, result: Result) -> Json:
         answer, found = result.logprobs or (), result.prompt_logprobs
         if not found:
             return self._logprobs(index, answer)
-        first = self.ask.requests[index // self.ask.n].prompt[0]
+        first = self.wanted.requests[index // self.wanted.n].prompt[0]
         start = self._logprobs(index, (TokenLogprobs(first, 0.0, ()),))
         rest = self._logprobs(index, (*(one for one in found if one is not None), *answer))
         return {
@@ -299,16 +299,16 @@ class CompletionWriter(Writer):
 class ChatWriter(Writer):
     prefix, whole, part = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(self, ask: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
-        super().__init__(ask, model, fingerprint, tokenizer)
-        offer = ask.offer
+    def __init__(self, wanted: ClientRequest, model: str, fingerprint: str, tokenizer: Any) -> None:
+        super().__init__(wanted, model, fingerprint, tokenizer)
+        syntax = wanted.call_syntax
         self._readers = (
             []
-            if offer is None
-            else [CallReader(offer.form, offer.names, tokenizer) for _ in range(ask.answers)]
+            if syntax is None
+            else [CallReader(syntax.form, syntax.names, tokenizer) for _ in range(wanted.answers)]
         )
-        told = ask.reasoning
-        self._thoughts = [] if told is None else [told.reader(tokenizer) for _ in range(ask.answers)]
+        told = wanted.reasoning
+        self._thoughts = [] if told is None else [told.reader(tokenizer) for _ in range(wanted.answers)]
 
     def opening(self, index: int) -> list[Json]:
         delta = {"role": "assistant", "content": None if self._readers else ""}
@@ -352,15 +352,15 @@ class ChatWriter(Writer):
         return {"reasoning_tokens": sum(one.reasoning_tokens for one in self._thoughts)}
 
     def _metrics(self, results: Sequence[Result]) -> Json | None:
-        found, told = super()._metrics(results), self.ask.reasoning
+        found, told = super()._metrics(results), self.wanted.reasoning
         if found is not None and told is not None and told.section.budget is not None:
             found["thinking_budget_hit"] = self._thoughts[0].cut
         return found
 
     def _counted(self, found: Found) -> Found:
         """What was found, without the calls behind the first one where only one may be."""
-        offer = self.ask.offer
-        if offer is None or offer.parallel:
+        syntax = self.wanted.call_syntax
+        if syntax is None or syntax.parallel:
             return found
         return Found(found.text, [call for call in found.calls if call["index"] == 0])
 

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
@@ -22,11 +23,12 @@ from outpace import __version__
 from outpace.engine.results import Result
 from outpace.models.measured import dtype_name
 from outpace.server.answers import ChatWriter, CompletionWriter, Writer
+from outpace.server.client_request import ClientRequest
 from outpace.server.description import describe
 from outpace.server.dialects import messages, responses
 from outpace.server.dialects.messages import CountBody, MessagesBody
 from outpace.server.dialects.messages_answers import PATH as MESSAGES
-from outpace.server.dialects.messages_answers import MessagesWriter, in_form
+from outpace.server.dialects.messages_answers import MessagesWriter, refusal
 from outpace.server.dialects.responses import ResponsesBody
 from outpace.server.dialects.responses_answers import PATH as RESPONSES
 from outpace.server.dialects.responses_answers import ResponsesWriter
@@ -34,26 +36,29 @@ from outpace.server.encoding import Json, JsonResponse, to_json
 from outpace.server.errors import (
     MISTAKES,
     ApiError,
-    error_body,
     from_defect,
     from_mistake,
     from_validation,
+    renamed,
     stopping,
 )
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.middleware import Counting, Defects, Guard, Stopping
-from outpace.server.parsing import ClientRequest, Reader
+from outpace.server.parsing import BodyParser
 from outpace.server.request_handler import RequestHandler
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.sse import EventStream, event, until_left
+from outpace.server.wording import Names
 from outpace.serving.events import Done, Tokens
 from outpace.serving.keyed import check_stores
 from outpace.serving.service import Service
 
 T = TypeVar("T")
 
+_OWN: Names = {}
+_CHAT = {"prompt": "messages"}  # of mistakes that the engine finds in the prompt
 _STATIC = {"chat.js": "text/javascript; charset=utf-8", "chat.css": "text/css; charset=utf-8"}
 _PAGE_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -77,32 +82,36 @@ class Server:
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
         )
         grammars = open_grammars(target.tokenizer, target.vocab_size, service.engine.eos_ids)
-        self.reader = Reader(service, name, limits, grammars, thinking_marks)
+        self.parser = BodyParser(service, name, limits, grammars, thinking_marks)
 
     async def generate(
-        self, request: Request, read: Callable[[], ClientRequest], writer: Callable[..., Writer]
+        self,
+        request: Request,
+        read: Callable[[], ClientRequest],
+        writer: Callable[..., Writer],
+        names: Names = _OWN,
     ) -> Response:
         began = time.perf_counter()
-        ask = await off_loop(read)
-        call = RequestHandler(self.service, ask, self.meters, began, self.limits.request_seconds)
-        writes = writer(ask, self.name, self.fingerprint, self.tokenizer)
-        writes.lossless = all(self.service.lossless(one) for one in ask.requests)
-        end = self._start(call, request.scope.get("caller", ""))
-        if ask.stream:
-            return EventStream(chunks(call, writes), self.limits.request_seconds, end, writes.named)
+        wanted = await off_loop(read, names)
+        handler = RequestHandler(self.service, wanted, self.meters, began, self.limits.request_seconds)
+        writes = writer(wanted, self.name, self.fingerprint, self.tokenizer)
+        writes.lossless = all(self.service.lossless(one) for one in wanted.requests)
+        end = self._start(handler, request.scope.get("caller", ""))
+        if wanted.stream:
+            return EventStream(chunks(handler, writes), self.limits.request_seconds, end, writes.named)
         try:
-            answer = await until_left(whole(call, writes), request.receive)
+            answer = await until_left(whole(handler, writes), request.receive)
         finally:
             end()
         return Response(status_code=499) if answer is None else JsonResponse(answer)
 
-    def _start(self, call: RequestHandler, key: str) -> Callable[[], None]:
+    def _start(self, handler: RequestHandler, key: str) -> Callable[[], None]:
         """Queue a request; give what ends it, which may be called more than once.
 
         Raises:
             ApiError: as ``RequestHandler.start``; 429, its key has too many answers under way.
         """
-        most, count = self.limits.per_key, call.ask.answers
+        most, count = self.limits.per_key, handler.wanted.answers
         if most is not None and self._under_way[key] + count > most:
             raise ApiError(
                 429,
@@ -110,12 +119,12 @@ class Server:
                 f"(at most {most}); wait for one to end",
                 headers={"Retry-After": "1"},
             )
-        call.start(key)
+        handler.start(key)
         self._under_way[key] += count
         left = [count]
 
         def end() -> None:
-            call.cancel()
+            handler.cancel()
             self._under_way[key] -= left[0]
             if not self._under_way[key]:
                 del self._under_way[key]
@@ -142,34 +151,40 @@ class Server:
         }
 
 
-async def off_loop(work: Callable[[], T]) -> T:
-    """Do something slow on another thread; mistakes of the client become errors of the API."""
+async def off_loop(work: Callable[[], T], names: Names = _OWN) -> T:
+    """Do something slow on another thread; mistakes of the client become errors of the API.
+
+    Args:
+        names: of fields, where they are not those of completions and chats.
+    """
     try:
         return await asyncio.to_thread(work)
     except MISTAKES as error:
-        raise from_mistake(error) from error
+        raise renamed(from_mistake(error), names) from error
+    except ApiError as error:
+        raise renamed(error, names) from error
 
 
-async def whole(call: RequestHandler, writer: Writer) -> Json:
+async def whole(handler: RequestHandler, writer: Writer) -> Json:
     results: dict[int, Result] = {}
-    events: list[list[Tokens]] = [[] for _ in range(call.ask.answers)]
-    async with contextlib.aclosing(call.events()) as found:
+    events: list[list[Tokens]] = [[] for _ in range(handler.wanted.answers)]
+    async with contextlib.aclosing(handler.events()) as found:
         async for event in found:
             if isinstance(event, Done):
                 results[event.index] = event.result
-            elif call.ask.detailed:
+            elif handler.wanted.detailed:
                 events[event.index].append(event)
-    return writer.answer([results[index] for index in range(call.ask.answers)], events)
+    return writer.answer([results[index] for index in range(handler.wanted.answers)], events)
 
 
-async def chunks(call: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
+async def chunks(handler: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
     """Give pieces of answers as they come, as JSON. What goes wrong on the way is the last one."""
 
     def told(piece: Json) -> bytes:
         return event(to_json(piece), piece["type"]) if writer.named else to_json(piece)
 
     try:
-        async with contextlib.aclosing(_pieces(call, writer)) as found:
+        async with contextlib.aclosing(_pieces(handler, writer)) as found:
             async for piece in found:
                 yield told(piece)
     except ApiError as error:
@@ -177,16 +192,16 @@ async def chunks(call: RequestHandler, writer: Writer) -> AsyncIterator[bytes]:
     except Exception as error:
         yield told(writer.fault(from_defect("a stream", error)))
     finally:
-        call.cancel()
+        handler.cancel()
 
 
-async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, None]:
+async def _pieces(handler: RequestHandler, writer: Writer) -> AsyncGenerator[Json, None]:
     results: dict[int, Result] = {}
     opened = False
-    async with contextlib.aclosing(call.events()) as found:
+    async with contextlib.aclosing(handler.events()) as found:
         async for happened in found:
             # Nothing is told before there is something: who only waited may be asked again elsewhere.
-            for index in range(0 if opened else call.ask.answers):
+            for index in range(0 if opened else handler.wanted.answers):
                 for chunk in writer.opening(index):
                     yield chunk
             opened = True
@@ -197,8 +212,8 @@ async def _pieces(call: RequestHandler, writer: Writer) -> AsyncGenerator[Json, 
                 told = writer.pieces(happened)
             for chunk in told:
                 yield chunk
-    if call.ask.include_usage:
-        yield writer.closing([results[index] for index in range(call.ask.answers)])
+    if handler.wanted.include_usage:
+        yield writer.closing([results[index] for index in range(handler.wanted.answers)])
 
 
 def create_app(
@@ -245,12 +260,14 @@ def create_app(
     _api(app, server)
     _tools(app, server)
     _page(app)
-    app.openapi = lambda: describe(app, server.reader.bounds)  # type: ignore[method-assign]
+    for route in [one for one in app.routes if isinstance(one, APIRoute) and one.methods == {"GET"}]:
+        app.add_api_route(route.path, route.endpoint, methods=["HEAD"], include_in_schema=False)
+    app.openapi = lambda: describe(app, server.parser.bounds)  # type: ignore[method-assign]
     return app
 
 
 def _api(app: FastAPI, server: Server) -> None:
-    reader = server.reader
+    parser = server.parser
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -258,53 +275,56 @@ def _api(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models/{model:path}")
     async def model(model: str) -> Response:
-        reader.check_model(model)
+        parser.check_model(model)
         return JsonResponse(server.about())
 
     @app.post("/v1/completions")
     async def completions(body: CompletionBody, request: Request) -> Response:
-        return await server.generate(request, lambda: reader.completion(body), CompletionWriter)
+        return await server.generate(request, lambda: parser.completion(body), CompletionWriter)
 
     @app.post("/v1/chat/completions")
     async def chat(body: ChatBody, request: Request) -> Response:
-        return await server.generate(request, lambda: reader.chat(body), ChatWriter)
+        newer = body.max_completion_tokens is not None and body.max_tokens is None
+        names = _CHAT | ({"max_tokens": "max_completion_tokens"} if newer else {})
+        return await server.generate(request, lambda: parser.chat(body), ChatWriter, names)
 
     @app.post(RESPONSES)
     async def respond(body: ResponsesBody, request: Request) -> Response:
         writer = partial(ResponsesWriter, body=body)
-        return await server.generate(request, lambda: reader.chat(responses.as_chat(body)), writer)
+        return await server.generate(
+            request, lambda: parser.chat(responses.as_chat(body)), writer, responses.NAMES
+        )
 
     @app.post(MESSAGES)
     async def message(body: MessagesBody, request: Request) -> Response:
-        thinks = bool(reader.marks)
+        thinks = bool(parser.marks)
         return await server.generate(
-            request, lambda: reader.chat(messages.as_chat(body, thinks)), MessagesWriter
+            request, lambda: parser.chat(messages.as_chat(body, thinks)), MessagesWriter, messages.NAMES
         )
 
     @app.post(f"{MESSAGES}/count_tokens")
     async def count(body: CountBody) -> Response:
-        chat = messages.as_chat(body, bool(reader.marks))
-        ask = await off_loop(lambda: reader.chat(chat))
-        return JsonResponse({"input_tokens": len(ask.requests[0].prompt)})
+        chat = messages.as_chat(body, bool(parser.marks))
+        wanted = await off_loop(lambda: parser.chat(chat), messages.NAMES)
+        return JsonResponse({"input_tokens": len(wanted.requests[0].prompt)})
 
 
 def _tools(app: FastAPI, server: Server) -> None:
-    reader, target = server.reader, server.service.engine.target
+    parser, target = server.parser, server.service.engine.target
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeBody) -> Response:
-        tokens = await off_loop(lambda: reader.tokenize(body))
+        tokens = await off_loop(lambda: parser.tokenize(body))
         answer: Json = {"count": len(tokens), "max_model_len": target.max_positions, "tokens": tokens}
         if body.return_token_strs:
-            spelled = [reader.tokenizer.token_bytes(token) for token in tokens]
+            spelled = [parser.tokenizer.token_bytes(token) for token in tokens]
             answer["token_strs"] = [text.decode("utf-8", "replace") for text in spelled]
         return JsonResponse(answer)
 
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeBody) -> Response:
-        return JsonResponse({"prompt": await off_loop(lambda: reader.detokenize(body))})
+        return JsonResponse({"prompt": await off_loop(lambda: parser.detokenize(body))})
 
-    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         if server.service.closing:
@@ -329,7 +349,6 @@ def _page(app: FastAPI) -> None:
         headers = {"Content-Security-Policy": _PAGE_POLICY, "Cache-Control": "no-cache"}
         return Response(folder.joinpath(name).read_bytes(), media_type=kind, headers=headers)
 
-    @app.head("/", include_in_schema=False)
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
         return file("chat.html", "text/html; charset=utf-8")
@@ -347,13 +366,11 @@ def tell_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
-        told = in_form(request.url.path, error.body(), error.status_code)
-        return JsonResponse(told, error.status_code, error.headers)
+        return refusal(request.url.path, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        found = from_validation(error.errors())
-        return JsonResponse(in_form(request.url.path, found.body(), found.status_code), found.status_code)
+        return refusal(request.url.path, from_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -363,5 +380,4 @@ def tell_errors(app: FastAPI) -> None:
             404: f"there is no {path} here",
             405: f"{path} does not take {method}",
         }.get(error.status_code, str(error.detail))
-        told = in_form(path, error_body(error.status_code, message), error.status_code)
-        return JsonResponse(told, error.status_code, error.headers)
+        return refusal(path, ApiError(error.status_code, message, headers=error.headers))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from outpace.engine.requests import GenerationRequest
 from outpace.server.reasoning import Reasoning
-from outpace.server.tools import Offer
+from outpace.server.tools import CallSyntax
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,8 +34,8 @@ class ClientRequest:
     """No token is wanted. One is made all the same, and left out."""
     reasoning: Reasoning | None = None
     """How thinking is found in the answer; None: nobody looks for it."""
-    offer: Offer | None = None
-    """Calls that may be in the answer; None: it is text."""
+    call_syntax: CallSyntax | None = None
+    """How calls are found in the answer; None: it is text."""
 
     @property
     def answers(self) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 from fastapi import HTTPException
 
 from outpace.errors import OutpaceError, PromptTooLong, RequestError, SpecError, UnknownNameError
+from outpace.server import wording
 
 LOG = logging.getLogger("outpace.server")
 MISTAKES = (RequestError, SpecError, UnknownNameError)
@@ -77,12 +78,26 @@ def too_long(message: str, param: str) -> ApiError:
     return ApiError(400, message, param, code="context_length_exceeded")
 
 
+def missing(name: str) -> ApiError:
+    """A field that has to be there and is not."""
+    return ApiError(400, f"{name} is missing; give it", name)
+
+
 def from_mistake(error: OutpaceError) -> ApiError:
     """A mistake in a request that was found below HTTP, one of ``MISTAKES``."""
+    text, param = wording.of_engine(str(error))
     if isinstance(error, PromptTooLong):
-        return too_long(str(error), "prompt")
-    param = "speculation.drafter" if isinstance(error, SpecError | UnknownNameError) else None
-    return ApiError(400, str(error), param)
+        return too_long(text, "prompt")
+    return ApiError(
+        400, text, "speculation.drafter" if isinstance(error, SpecError | UnknownNameError) else param
+    )
+
+
+def renamed(error: ApiError, names: wording.Names) -> ApiError:
+    """The same error, in the names that another form of chats has for fields."""
+    above = (error.param or "").partition(".")[0]
+    param, text = names.get(above, error.param), wording.renamed(error.message, names)
+    return ApiError(error.status_code, text, param, error.headers, error.code)
 
 
 def from_defect(what: str, error: Exception) -> ApiError:
@@ -97,48 +112,23 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     Args:
         errors: of pydantic, each with ``loc``, ``type``, ``msg``.
     """
-    first = errors[0]
-    place = _place(first)
+    found = wording.likeliest(errors)
+    first, place = found[0], wording.place(found[0])
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it ends too soon")
         return ApiError(400, f"the body is not JSON: {why} at character {place[0]}")
     if not place and first["type"] not in ("missing", "dict_type", "model_attributes_type"):
-        return ApiError(400, f"the body cannot be read: {_reason(first['msg'])}")
+        return ApiError(400, f"the body cannot be read: {wording.reason(found)}")
     if not place:
         return ApiError(400, "the body is no JSON object; send one, with Content-Type: application/json")
-    name = str(place[0])
+    name = ".".join(place)
     if first["type"] == "extra_forbidden":
-        name = ".".join(str(part) for part in place)
         return ApiError(400, f"unknown field {name!r}; leave it out", name)
     if first["type"] == "missing":
-        name = ".".join(str(part) for part in place)
-        return ApiError(400, f"{name} is missing; give it", name)
-    same = [one for one in errors if _place(one)[:1] == place[:1]]
-    reasons = list(dict.fromkeys(_reason(one["msg"]) for one in same))
-    given = f", got {_short(first['input'])}" if len(same) == 1 and "input" in first else ""
-    if len(same) == 1:
-        name = ".".join(str(part) for part in place)
-    return ApiError(400, f"{name}: {' or '.join(reasons)}{given}", name)
-
-
-def _place(error: Mapping[str, Any]) -> list[Any]:
-    """The names of fields down to a mistake, without those of kinds of objects."""
-    return [part for part in error["loc"] if part != "body" and not str(part).startswith("~")]
+        return missing(name)
+    return ApiError(400, f"{name}: {wording.reason(found)}, got {wording.given(first)}", name)
 
 
 def _sendable(text: str) -> str:
     text = text.encode("utf-8", "replace").decode()
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 3]}..."
-
-
-def _reason(message: str) -> str:
-    message = message.removeprefix("Value error, ").removeprefix("Input ")
-    return message[:1].lower() + message[1:]
-
-
-def _short(value: Any) -> str:
-    try:
-        text = repr(value[:20] if isinstance(value, list | str) else value)
-    except RecursionError:
-        return "a value of very many levels"
-    return text if len(text) <= 60 else f"{text[:57]}..."

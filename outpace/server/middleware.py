@@ -9,10 +9,10 @@ import hmac
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
-from outpace.server.dialects.messages_answers import in_form
+from outpace.server.dialects.messages_answers import in_form, refusal
 from outpace.server.dialects.responses_answers import PATH as RESPONSES
 from outpace.server.dialects.responses_answers import fault
-from outpace.server.encoding import JsonResponse, to_json
+from outpace.server.encoding import to_json
 from outpace.server.errors import ApiError, from_defect, stopping
 from outpace.server.limits import Limits
 from outpace.server.metrics import Meters
@@ -62,9 +62,7 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            told = in_form(scope["path"], error.body(), error.status_code)
-            refusal = JsonResponse(told, error.status_code, error.headers)
-            await refusal(scope, receive, send_safely)
+            await refusal(scope["path"], error)(scope, receive, send_safely)
             return
         # Whoever neither sends nor reads is let go in the end, whatever the application waits for.
         longest = self._limits.request_seconds + 2 * self._limits.read_seconds
@@ -190,9 +188,7 @@ class Stopping:
     async def _say(self, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         error = stopping({"Connection": "close"})
         if begun is None:
-            await JsonResponse(in_form(scope["path"], error.body(), 503), 503, error.headers)(
-                scope, receive, send
-            )
+            await refusal(scope["path"], error)(scope, receive, send)
             return
         await send(last_words(begun, scope["path"], error))
 
@@ -231,8 +227,7 @@ class Defects:
             if scope["type"] != "http" or begun:
                 raise  # too late for an answer: the connection ends
             found = from_defect(f"{scope['method']} {scope['path']}", error)
-            told = in_form(scope["path"], found.body(), found.status_code)
-            await JsonResponse(told, found.status_code)(scope, receive, send)
+            await refusal(scope["path"], found)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

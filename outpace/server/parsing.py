@@ -18,7 +18,7 @@ from outpace.models.prompts import check_ids
 from outpace.params import SamplingParams
 from outpace.server import reasoning
 from outpace.server.bounds import Bounds
-from outpace.server.client_request import ClientRequest as ClientRequest
+from outpace.server.client_request import ClientRequest
 from outpace.server.errors import ApiError, too_long
 from outpace.server.limits import Limits
 from outpace.server.schema import (
@@ -55,7 +55,7 @@ _TAKEN = {
 """Variables that a request may not put into a chat template, and what to do."""
 
 
-class Reader:
+class BodyParser:
     """Reads bodies for one service.
 
     Args:
@@ -99,13 +99,15 @@ class Reader:
         texts = None
         if body.echo:
             texts = tuple(self._text(p) for p in prompts)
-        ask = self._ask(body, encoded, body.max_tokens, body.logprobs, continues=True, echo=texts)
+        wanted = self._client_request(
+            body, encoded, body.max_tokens, body.logprobs, continues=True, echo=texts
+        )
         if body.max_tokens == 0:
-            ask = replace(ask, silent=True)
+            wanted = replace(wanted, silent=True)
         if body.echo and body.logprobs is not None:
-            scored = [replace(one, prompt_logprobs=body.logprobs) for one in ask.requests]
-            ask = replace(ask, requests=tuple(scored))
-        return ask
+            scored = [replace(one, prompt_logprobs=body.logprobs) for one in wanted.requests]
+            wanted = replace(wanted, requests=tuple(scored))
+        return wanted
 
     def chat(self, body: ChatBody) -> ClientRequest:
         """Read a chat; raises as ``completion``."""
@@ -126,11 +128,11 @@ class Reader:
         form = self._toolbox.structured_output(tools, body.tool_choice, parallel) if calls else None
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        ask = self._ask(body, [ids], longest, logprobs, continues=False, form=form)
-        ruled = ask.requests[0].params.grammar is not None
+        wanted = self._client_request(body, [ids], longest, logprobs, continues=False, form=form)
+        ruled = wanted.requests[0].params.grammar is not None
         told = reasoning.reasoning_of(self.target, self.marks, ids, body.thinking_token_budget, ruled)
-        offer = self._toolbox.offer(tools, parallel) if tools else None
-        return replace(ask, offer=offer, reasoning=told)
+        syntax = self._toolbox.call_syntax(tools, parallel) if tools else None
+        return replace(wanted, call_syntax=syntax, reasoning=told)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:
         """Token ids of a text or of messages."""
@@ -250,7 +252,7 @@ class Reader:
                 "n",
             )
 
-    def _ask(
+    def _client_request(
         self,
         body: Generation,
         prompts: Sequence[Sequence[int]],
@@ -386,15 +388,15 @@ class Reader:
 
     def _grammar(self, body: Generation, form: StructuredOutput | None) -> Any:
         """The compiled grammar that the body asks for, if any; ``form`` is that of its tools."""
-        wanted = structured_output(body, self.limits.schema_chars, form)
-        if wanted is None:
+        shape = structured_output(body, self.limits.schema_chars, form)
+        if shape is None:
             return None
         if self.grammars is None:
             raise ApiError(
                 400,
-                f"{wanted.field} needs the package llguidance: pip install "
+                f"{shape.field} needs the package llguidance: pip install "
                 "'outpace[grammar]' where the server runs",
-                wanted.field,
+                shape.field,
             )
         for name, value in (
             ("min_tokens", body.min_tokens),
@@ -402,10 +404,8 @@ class Reader:
             ("allowed_token_ids", body.allowed_token_ids),
         ):
             if value:
-                raise ApiError(
-                    400, f"{name} and {wanted.field} exclude each other; drop one of the two", name
-                )
-        return self.grammars.compile(wanted)
+                raise ApiError(400, f"{name} and {shape.field} exclude each other; drop one of the two", name)
+        return self.grammars.compile(shape)
 
 
 def _prompts(prompt: Any) -> list[str | list[int]]:

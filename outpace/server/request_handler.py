@@ -9,9 +9,9 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 
 from outpace.errors import LogitsError, QueueFull, RequestError, ServiceClosed
+from outpace.server.client_request import ClientRequest
 from outpace.server.errors import ApiError, from_defect, from_mistake, stopping
 from outpace.server.metrics import Meters
-from outpace.server.parsing import ClientRequest
 from outpace.serving.batch import Ticket
 from outpace.serving.events import Done, Event, Failed, Tokens
 from outpace.serving.service import Service
@@ -26,14 +26,14 @@ class RequestHandler:
     """
 
     def __init__(
-        self, service: Service, ask: ClientRequest, meters: Meters, began: float, seconds: float
+        self, service: Service, wanted: ClientRequest, meters: Meters, began: float, seconds: float
     ) -> None:
-        self.ask = ask
+        self.wanted = wanted
         self._service, self._meters = service, meters
         self._began, self._seconds = began, seconds
         self._queue: asyncio.Queue[Event | None] = asyncio.Queue()
         self._tickets: list[Ticket] = []
-        self._left = ask.answers
+        self._left = wanted.answers
         self._last: dict[int, float] = {}
 
     def start(self, key: str) -> None:
@@ -43,8 +43,8 @@ class RequestHandler:
             ApiError: 429, the queue is full; 503, the service ends or has broken.
         """
         loop = asyncio.get_running_loop()
-        for number, request in enumerate(self.ask.requests):
-            first = number * self.ask.n
+        for number, request in enumerate(self.wanted.requests):
+            first = number * self.wanted.n
 
             def listen(event: Event, first: int = first) -> None:
                 with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens

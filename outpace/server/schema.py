@@ -30,7 +30,7 @@ DEEPEST = 100
 def truth(value: Any) -> Any:
     """Refuse 0 and 1 where false or true is meant: Python takes them for equal."""
     if value is not None and not isinstance(value, bool):
-        raise ValueError("must be true or false")
+        raise ValueError("should be true or false")
     return value
 
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from outpace.server.errors import ApiError
+from outpace.server.errors import ApiError, missing
 from outpace.server.schema import Generation
 
 _ANY_OBJECT = '{"type": "object"}'
@@ -61,7 +61,9 @@ def _format(body: Generation) -> StructuredOutput | None:
     form = body.response_format
     if form is None:
         return None
-    if (form.type == "json_schema") != (form.json_schema is not None):
+    if form.type == "json_schema" and form.json_schema is None:
+        raise missing("response_format.json_schema")
+    if form.type != "json_schema" and form.json_schema is not None:
         raise ApiError(
             400,
             f"response_format: json_schema belongs to the type json_schema, and the type is {form.type}",

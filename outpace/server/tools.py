@@ -48,7 +48,7 @@ _NO_BRACE = "FREE: /([ \\n]*[^{ \\n](.|\\n)*)?/"
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class CallSyntax:
     """What the reader of an answer must know to find calls in it."""
 
     form: Format
@@ -83,11 +83,11 @@ class Toolbox:
                 return form
         return LLAMA3 if '"parameters": {"probe_key"' in both else None
 
-    def offer(self, tools: Sequence[Tool] | None, parallel: bool = True) -> Offer | None:
+    def call_syntax(self, tools: Sequence[Tool] | None, parallel: bool = True) -> CallSyntax | None:
         """What to look for in an answer; None: nothing."""
         if not tools or self.form is None:
             return None
-        return Offer(self.form, frozenset(tool.function.name for tool in tools), parallel)
+        return CallSyntax(self.form, frozenset(tool.function.name for tool in tools), parallel)
 
     def conversation(
         self, messages: Sequence[Json], tools: Sequence[Tool] | None

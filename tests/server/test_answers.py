@@ -10,7 +10,7 @@ from outpace import SamplingParams
 from outpace.models.text import Tokenizer
 from outpace.models.tiny import tiny_tokenizer
 from outpace.server.limits import Limits
-from outpace.server.parsing import Reader
+from outpace.server.parsing import BodyParser
 from outpace.server.schema import ChatBody
 from outpace.serving.events import Done, Failed
 
@@ -293,17 +293,17 @@ def test_tools_reach_the_template(service):
     plain = tiny_tokenizer()
     template = "{{ tools | tojson }} {{ mood }} {% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer(plain._backend, templates={"default": template})
-    reader = Reader(service, "tiny", Limits())
-    reader.__class__ = type("Told", (Reader,), {"tokenizer": tokenizer})
+    parser = BodyParser(service, "tiny", Limits())
+    parser.__class__ = type("Told", (BodyParser,), {"tokenizer": tokenizer})
     tool = {"type": "function", "function": {"name": "f"}}
     body = {
         "messages": [{"role": "user", "content": "hi"}],
         "tools": [tool],
         "chat_template_kwargs": {"mood": "calm"},
     }
-    ids = reader.chat(ChatBody(**body)).requests[0].prompt
+    ids = parser.chat(ChatBody(**body)).requests[0].prompt
     assert tokenizer.decode(ids) == f"{json.dumps([tool])} calm hi"
-    ids = reader.chat(ChatBody(**body, tool_choice="none")).requests[0].prompt
+    ids = parser.chat(ChatBody(**body, tool_choice="none")).requests[0].prompt
     assert tokenizer.decode(ids) == "null calm hi"
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from outpace.cli.keys import read_keys
 from outpace.cli.main import main
-from outpace.cli.serve import with_reference
+from outpace.cli.serve import check_origins, with_reference
 from outpace.errors import RequestError
 from outpace.serving.keyed import check_stores
 
@@ -24,11 +24,27 @@ from outpace.serving.keyed import check_stores
         (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
         (["--host", "no such host"], "cannot listen on no such host port 0"),
         (["--drafter", "suffix[store=past]", "--api-key", "k"], "or add --share-across-keys"),
+        (["--thinking-mark", "a"], "thinking_marks must be two texts, or three, got ('a',)"),
+        (["--thinking-mark", "a", "--thinking-mark", ""], "thinking_marks must hold non-empty strings"),
+        (["--thinking-mark", "a"] * 4, "thinking_marks must be two texts, or three"),
+        (["--drafter", "suffix[verifier=nope]"], "unknown verifier 'nope'"),
+        *(
+            (["--allowed-origin", origin], f"--allowed-origin {origin!r} is no origin; give scheme://host")
+            for origin in (
+                "foo",
+                "https://a.org/",
+                "https://A.org",
+                "https://u@a.org",
+                "http://a:b",
+                "",
+                "http://",
+            )
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_bad_input_is_one_line(capsys, arguments, says):
-    code = main(["serve", "--model", "tiny", "--port", "0", *arguments])
+    code = main(["serve", "--model", "./nowhere", "--port", "0", *arguments])
     error = capsys.readouterr().err.splitlines()[-1]
     assert code == 2 and error.startswith("outpace: error: ") and says in error
 
@@ -38,19 +54,24 @@ def test_a_port_that_is_taken(capsys):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        assert main(["serve", "--model", "tiny", "--port", port, "-d", "none"]) == 2
-    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+        assert main(["serve", "--model", "./nowhere", "--port", port, "-d", "none"]) == 2
+    said = f"cannot listen on 127.0.0.1 port {port}: Address already in use; name another --port or --host"
+    assert said in capsys.readouterr().err
 
 
-def test_a_lossy_verifier_is_served_if_that_is_allowed(capsys):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        lossy = ["serve", "--model", "tiny", "--port", port, "-d", "prompt_lookup[verifier=typical]"]
-        assert main(lossy) == 2 and "say --allow-lossy" in capsys.readouterr().err
-        assert main([*lossy, "--allow-lossy"]) == 2
-        assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+def test_a_lossy_verifier_is_served_if_that_is_allowed(capsys, monkeypatch):
+    served = []
+    monkeypatch.setattr(
+        "outpace.server.run.serve", lambda service, **_: served.append(service) or service.close()
+    )
+    lossy = ["serve", "--model", "tiny", "--port", "0", "-d", "prompt_lookup[verifier=typical]"]
+    assert main(lossy) == 2 and "say --allow-lossy" in capsys.readouterr().err
+    assert not served
+    assert main([*lossy, "--allow-lossy"]) == 0 and len(served) == 1
+
+
+def test_origins_that_browsers_send():
+    check_origins(["*", "https://example.org", "http://localhost:3000", "http://[::1]:80", "app://a-b"])
 
 
 def test_the_drafters_that_are_started():

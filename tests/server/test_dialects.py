@@ -22,6 +22,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 MARKS = ("\x01", "\x02")
+MANY = [{"type": "tool_result", "tool_use_id": "", "content": ""}] * 6000
 
 
 @pytest.fixture(scope="module")
@@ -213,11 +214,19 @@ def test_both_forms_tell_thinking_apart(thinker):
             "messages.0.content.0: has a type",
         ),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "answers are not continued"),
-        ({"messages": []}, "messages"),
+        ({"messages": []}, "messages: should have at least 1 item, got 0"),
+        (
+            {"messages": [{"role": "user", "content": MANY}, {"role": "user", "content": MANY}]},
+            "messages: should have at most 10000 items, got 12000",
+        ),
+        ({"stop_sequences": ["a", ""]}, "stop_sequences must hold non-empty strings"),
+        ({"stop_sequences": ["a"] * 17}, "stop_sequences holds 17 entries"),
         ({"max_tokens": None}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
-        ({"tool_choice": {"type": "tool"}}, "a name belongs to the type tool"),
-        ({"thinking": {"type": "enabled"}}, "budget_tokens belongs to the type enabled"),
+        ({"tool_choice": {"type": "tool"}}, "tool_choice.name is missing; give it"),
+        ({"tool_choice": {"type": "any", "name": "f"}}, "a name belongs to the type tool"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens is missing; give it"),
+        ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "budget_tokens belongs to the type enabled"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
             "has a type that is not read here",
@@ -232,6 +241,7 @@ def test_messages_that_are_refused(inside, body, says):
     told = answer.json()
     assert answer.status_code == 400 and told["type"] == "error", answer.text
     assert told["error"]["type"] == "invalid_request_error" and says in told["error"]["message"], told
+    assert told["error"]["param"].partition(".")[0] in body, told
 
 
 def test_errors_reach_the_client_in_its_form(messenger, address):
@@ -299,18 +309,31 @@ def test_a_response_has_a_form(official):
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: has a type that is not read"),
-        ({"input": [{"role": "user", "content": [{"type": "image"}]}]}, "input: should be 'input_text'"),
+        (
+            {"input": [{"role": "user", "content": [{"type": "image"}]}]},
+            "input.0.content.0.type: should be 'in",
+        ),
         ({"input": [{"role": "user", "content": "a", "foo": 1}]}, "unknown field 'input.0.foo'"),
-        ({"tools": [{"type": "web_search"}]}, "tools: should be 'function'"),
-        ({"text": {"format": {"type": "json_schema"}}}, "a schema belongs to the type json_schema"),
-        ({"input": []}, "input"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.type: should be 'function'"),
+        ({"text": {"format": {"type": "json_schema"}}}, "text.format.schema is missing; give it"),
+        ({"text": {"format": {"type": "text", "schema": {}}}}, "a schema belongs to the type json_schema"),
+        (
+            {"text": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
+            "text.format cannot be used",
+        ),
+        ({"input": []}, "input: should have at least 1 item, got 0"),
+        ({"input": 5}, "input: should be a string or a list, got 5"),
+        ({"input": [{"type": "reasoning"}]}, "input is empty"),
+        ({"max_output_tokens": 401}, "got max_output_tokens=401"),
+        ({"max_tokens": 4}, "unknown field 'max_tokens'"),
     ],
     ids=lambda value: str(value)[:50] if isinstance(value, dict) else "",
 )
 def test_responses_that_are_refused(inside, body, says):
     answer = inside.post("/v1/responses", {"input": "ab", **body})
     assert answer.status_code == 400, answer.text
-    assert says in answer.json()["error"]["message"], answer.text
+    told = answer.json()["error"]
+    assert says in told["message"] and told["param"].partition(".")[0] in body, told
 
 
 def test_both_are_described(inside):

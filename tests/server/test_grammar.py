@@ -11,7 +11,7 @@ from outpace.models.tiny import tiny_tokenizer
 from outpace.sampling import Warp
 from outpace.server.grammar import open_grammars
 from outpace.server.limits import Limits
-from outpace.server.parsing import Reader
+from outpace.server.parsing import BodyParser
 from outpace.server.schema import CompletionBody
 from outpace.server.structured_output import StructuredOutput
 
@@ -166,7 +166,9 @@ def test_the_drafter_does_not_change_the_text(client):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"response_format": {"type": "json_schema"}}, "response_format", "json_schema belongs"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "is missing; give it"),
+        ({"response_format": {"type": "text", "json_schema": {}}}, "response_format", "the type is text"),
+        ({"structured_outputs": {"json": {"type": "odd"}}}, "structured_outputs", "cannot be used"),
         ({"response_format": {"type": "xml"}}, "response_format.type", "got 'xml'"),
         ({"response_format": {"type": "json_object"}, "min_tokens": 2}, "min_tokens", "exclude"),
         ({"response_format": {"type": "json_object"}, "ignore_eos": True}, "ignore_eos", "exclude"),
@@ -178,7 +180,7 @@ def test_the_drafter_does_not_change_the_text(client):
         ({"structured_outputs": {}}, "structured_outputs", "got 0"),
         ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "got 2"),
         ({"structured_outputs": {"regex": "a" * 70_000}}, "structured_outputs", "at most 65536"),
-        ({"structured_outputs": {"regex": "("}}, None, "cannot be used"),
+        ({"structured_outputs": {"regex": "("}}, "structured_outputs", "cannot be used"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -188,9 +190,9 @@ def test_bad_wishes(client, fields, param, says):
 
 
 def test_without_the_library_it_says_what_to_install(service):
-    reader = Reader(service, "tiny", Limits(), grammars=None)
+    parser = BodyParser(service, "tiny", Limits(), grammars=None)
     with pytest.raises(Exception, match=r"pip install 'outpace\[grammar\]'"):
-        reader.completion(CompletionBody(prompt="a", response_format={"type": "json_object"}))
+        parser.completion(CompletionBody(prompt="a", response_format={"type": "json_object"}))
 
 
 def test_the_engine_takes_grammars_too(grammars):

@@ -86,7 +86,7 @@ def test_refusals_and_defects_are_counted(engine, monkeypatch):
         def broken(*_):
             raise RuntimeError("a secret")
 
-        monkeypatch.setattr(app.state.server.reader, "completion", broken)
+        monkeypatch.setattr(app.state.server.parser, "completion", broken)
         long = "a" * (LIMITS.body_bytes + 1)
         found = [
             Client(app).post(path, {}),

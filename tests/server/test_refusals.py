@@ -30,21 +30,29 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
     ("body", "param", "says"),
     [
         ({}, "prompt", "prompt is missing"),
-        ({"prompt": 5}, "prompt", "valid string or"),
-        ({"prompt": ""}, None, "empty"),
+        ({"prompt": 5}, "prompt", "should be a string or a list, got 5"),
+        ({"prompt": ""}, "prompt", "empty"),
         ({"prompt": []}, "prompt", "no prompt"),
-        ({"prompt": [[]]}, None, "empty"),
-        ({"prompt": ["a", 1]}, "prompt", "prompt: "),
+        ({"prompt": [[]]}, "prompt", "empty"),
+        ({"prompt": ["a", 1, None]}, "prompt", 'got ["a", 1, null]'),
         ({"prompt": [-1]}, "prompt", "greater than or equal to 0"),
-        ({"prompt": [10**6]}, None, "1000000 is outside the vocabulary"),
-        ({"prompt": [10**30], "echo": True}, None, "outside the vocabulary"),
+        ({"prompt": [10**6]}, "prompt", "1000000 is outside the vocabulary"),
+        ({"prompt": [10**30], "echo": True}, "prompt", "outside the vocabulary"),
         ({"prompt": "a" * 3000}, "prompt", "1977 more than fit"),
         ({"prompt": "a\ud800"}, None, "half a surrogate pair"),
         ({"prompt": "a", "frobnicate": 1}, "frobnicate", "unknown field 'frobnicate'"),
         ({"prompt": "a", "\ud800": 1}, None, "the body cannot be read"),
         ({"prompt": "a", "speculation": {"k": 1}}, "speculation.k", "speculation.k"),
-        ({"prompt": "a", "speculation": {"drafter": "evil"}}, None, "'evil' was not started"),
-        ({"prompt": "a", "speculation": {"drafter": "/etc"}}, None, "'/etc' was not started"),
+        (
+            {"prompt": "a", "speculation": {"drafter": "evil"}},
+            "speculation.drafter",
+            "'evil' was not started",
+        ),
+        (
+            {"prompt": "a", "speculation": {"drafter": "/etc"}},
+            "speculation.drafter",
+            "'/etc' was not started",
+        ),
         ({"prompt": "a", "speculation": {"drafter": "x["}}, "speculation.drafter", "cannot read"),
         (
             {"prompt": "a", "speculation": {"num_speculative_tokens": -1}},
@@ -53,7 +61,9 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ),
         ({"prompt": "a", "model": "other"}, "model", "'other' is not served here; use 'tiny'"),
         ({"prompt": "a", "service_tier": "flex"}, "service_tier", "'auto' or 'default'"),
-        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: "),
+        ({"prompt": "a", "suffix": "b"}, "suffix", "suffix: should be null, got 'b'"),
+        ({"prompt": "a", "speculation": 5}, "speculation", "should be an object, got 5"),
+        ({"prompt": "a", "body": 1}, "body", "unknown field 'body'"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be 1, got 3"),
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "is no stream"),
         ({"prompt": "a", "n": 0}, "n", "got 0"),
@@ -62,7 +72,7 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "max_tokens": -1}, "max_tokens", "got -1"),
         ({"prompt": "a", "max_tokens": 513}, "max_tokens", "at most 512 tokens"),
         ({"prompt": "a", "temperature": "1"}, "temperature", "got '1'"),
-        ({"prompt": "a", "temperature": True}, "temperature", "got True"),
+        ({"prompt": "a", "temperature": True}, "temperature", "should be a number, got true"),
         ({"prompt": "a", "temperature": -0.1}, "temperature", "got -0.1"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature", "finite"),
         ({"prompt": "a", "top_p": 0}, "top_p", "got 0"),
@@ -71,13 +81,17 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "logprobs": 21}, "logprobs", "at most 20"),
         ({"prompt": "a", "logit_bias": {"x": 1}}, "logit_bias", "'x' is no token id"),
         ({"prompt": "a", "logit_bias": {"9" * 5000: 1}}, "logit_bias", "no token id"),
-        ({"prompt": "a", "logit_bias": {"9999": 1}}, None, "9999"),
+        ({"prompt": "a", "logit_bias": {"9999": 1}}, "logit_bias", "holds token 9999"),
         ({"prompt": "a", "stop": ["a"] * 17}, "stop", "17 entries"),
-        ({"prompt": "a", "stop": ""}, None, "non-empty"),
+        ({"prompt": "a", "stop": ""}, "stop", "non-empty"),
+        ({"prompt": "a", "stop": ["a", ""]}, "stop", "non-empty"),
+        ({"prompt": "a", "stop": ["a", 5]}, "stop.1", "should be a string, got 5"),
         ({"prompt": "a", "stream_options": {}}, "stream_options", "needs stream"),
-        ({"prompt": "a", "min_tokens": 20}, None, "min_tokens must be at most"),
+        ({"prompt": "a", "min_tokens": 20}, "min_tokens", "must be at most max_tokens (16), got 20"),
+        ({"prompt": "a", "allowed_token_ids": []}, "allowed_token_ids", "empty; name a token, or give null"),
+        ({"prompt": "a", "allowed_token_ids": [300]}, "allowed_token_ids", "holds token 300"),
         ({"prompt": "a", "prediction": {"type": "x", "content": "a"}}, "prediction.type", "'x'"),
-        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "got False"),
+        ({"prompt": "a", "skip_special_tokens": False}, "skip_special_tokens", "should be true, got false"),
     ],
     ids=lambda value: str(value)[:40] if isinstance(value, dict) else "",
 )
@@ -96,15 +110,23 @@ def test_bad_completions(client, body, param, says):
 @pytest.mark.parametrize(
     ("fields", "param", "says"),
     [
-        ({"messages": []}, None, "messages is empty"),
-        ({"messages": [{"role": "king", "content": "a"}]}, None, "role 'king'"),
-        ({"messages": [{"role": "user"}]}, None, "content of type NoneType"),
+        ({"messages": []}, "messages", "messages is empty"),
+        ({"messages": [{"role": "king", "content": "a"}]}, "messages.0.role", "role 'king'"),
+        ({"messages": [{"content": "a"}]}, "messages.0.role", "has role null"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content", "content of type null"),
+        ({"messages": [*HI, {"role": "user", "content": [5]}]}, "messages.1.content", "part of type number"),
+        ({"messages": [5]}, "messages.0", "should be an object, got 5"),
+        ({"min_tokens": 5, "max_completion_tokens": 2}, "min_tokens", "at most max_completion_tokens (2)"),
         ({"messages": [{"role": "user", "content": "a", "mood": 1}]}, "messages.0.mood", "mood"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, None, "'image_url'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages.0.content",
+            "'image_url'",
+        ),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
-        ({"parallel_tool_calls": 0}, "parallel_tool_calls", "should be a valid boolean, got 0"),
+        ({"parallel_tool_calls": 0}, "parallel_tool_calls", "should be true or false, got 0"),
         ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "'messages'"),
         ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs", "'self'; leave it out"),
         ({"chat_template_kwargs": DEEP}, "chat_template_kwargs", "at most 100 levels"),
@@ -296,10 +318,13 @@ def test_paths_and_methods_that_do_not_exist(client):
         ("GET", "/static/chat.html", 404),
         ("POST", "/v1/embeddings", 404),
         ("GET", "/docs", 404),
+        ("HEAD", COMPLETION, 405),
     ):
         answer = client.request(method, path)
         assert answer.status_code == status, path
-        assert answer.json()["error"]["code"] == status
+        assert method == "HEAD" or answer.json()["error"]["code"] == status
+    for path in ("/", "/health", "/version", "/metrics", "/v1/models", "/v1/models/tiny", "/openapi.json"):
+        assert client.request("HEAD", path).status_code == client.get(path).status_code == 200, path
 
 
 def test_keys(service):
@@ -406,7 +431,7 @@ def test_an_answer_that_fails_by_a_defect_tells_nothing_of_it(service, monkeypat
     def broken(*_, **__):
         raise RuntimeError("a secret of the machine")
 
-    monkeypatch.setattr(service.engine, "running", broken)
+    monkeypatch.setattr(service.engine, "start_sequence", broken)
     error = client.refused(COMPLETION, {"prompt": "ab"}, 500)
     assert "secret" not in json.dumps(error)
     assert "a secret of the machine" in caplog.text

@@ -121,15 +121,14 @@ def test_answers_on_their_way_are_told_when_everything_breaks(engine, monkeypatc
     heard = {name: [] for name in ("short", "first", "last")}
     long = {"max_new_tokens": 300, "temperature": 0, "ignore_eos": True}
     service = Service(Engine(engine.target, "none"), drafters=("none",), pages=7, stored_pages=0)
-    batch, settle = service._batch, service._memory.settle
+    batch, place = service._batch, service._batch._place
 
-    def settles(running):
-        made = settle(running)
-        if batch.victims and made:
+    def placed(row):
+        if batch.victims:
             raise MemoryError("a defect")
-        return made
+        return place(row)
 
-    monkeypatch.setattr(service._memory, "settle", settles)
+    monkeypatch.setattr(batch, "_place", placed)
     with service:
         for name, told in heard.items():
             own = {**long, "max_new_tokens": 1} if name == "short" else long

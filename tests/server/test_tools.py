@@ -295,9 +295,10 @@ def test_what_the_model_reads(app, kind):
     [
         ({"tool_choice": "required", "tools": None}, "tool_choice", "needs tools"),
         ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice", "'x'"),
-        ({"tool_choice": "must"}, "tool_choice", "should be 'none', 'auto' or 'required'"),
+        ({"tool_choice": "must"}, "tool_choice", "or an object, got 'must'"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function", "is missing"),
         ({"tools": [TIME, TIME]}, "tools", "two functions of one name"),
-        ({"tools": [{"type": "browser"}]}, "tools", "should be 'function'"),
+        ({"tools": [{"type": "browser"}]}, "tools.0.type", "should be 'function', got 'browser'"),
         ({"tools": [{"type": "function", "function": {}}]}, "tools.0.function.name", "missing"),
         (
             {"tools": [{"type": "function", "function": {"name": "a", "mood": 1}}]},
@@ -330,7 +331,7 @@ def test_a_form_that_nobody_knows_stays_text():
     tokenizer = tokenizer_of("hermes")
     tokenizer.chat_template = template("(call {{ c.function.name }})")
     box = Toolbox(tokenizer)
-    assert box.form is None and box.offer([]) is None
+    assert box.form is None and box.call_syntax([]) is None
 
 
 def test_separators_of_lines_do_not_cut_events(app):

@@ -6,12 +6,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import Discriminator
+from pydantic import Discriminator, ValidationError
 
 from outpace.engine.results import Result
 from outpace.server.answers import ChatWriter
 from outpace.server.encoding import Json
-from outpace.server.errors import ApiError
+from outpace.server.errors import ApiError, from_validation
 from outpace.server.schema import Answered, Body, ChatBody
 from outpace.server.tool_parser import Found
 from outpace.serving.events import Tokens
@@ -120,7 +120,11 @@ def by_shape() -> Discriminator:
 
     Tags begin with ``~``: they are no part of the names of fields.
     """
-    return Discriminator(lambda value: "~str" if isinstance(value, str) else "~list")
+    return Discriminator(
+        lambda value: "~str" if isinstance(value, str) else "~list" if isinstance(value, list) else None,
+        custom_error_type="text_or_list",
+        custom_error_message="Input should be a string or a list",
+    )
 
 
 def by_field(name: str, otherwise: str | None = None) -> Discriminator:
@@ -143,7 +147,14 @@ def refuse(place: str, why: str) -> ApiError:
 
 
 def as_chat_body(found: dict[str, Any], body: Body) -> ChatBody:
-    """A chat of these fields and those that all requests for an answer have."""
+    """A chat of these fields and those that all requests for an answer have.
+
+    Raises:
+        ApiError: one turn became several messages, and they are too many.
+    """
     names = [name for name in Answered.model_fields if name in type(body).model_fields]
     shared = body.model_dump(include=set(names), exclude_unset=True)
-    return ChatBody.model_validate({**found, **shared})
+    try:
+        return ChatBody.model_validate({**found, **shared})
+    except ValidationError as error:
+        raise from_validation(error.errors()) from error

@@ -10,6 +10,7 @@ from pydantic import Field, Tag
 
 from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
 from outpace.server.encoding import Json
+from outpace.server.errors import missing
 from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, Texts
 
 
@@ -186,6 +187,15 @@ class CountBody(Prompt):
     """``POST /v1/messages/count_tokens``."""
 
 
+NAMES = {
+    "prompt": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "thinking_token_budget": "thinking.budget_tokens",
+}
+"""Fields of a chat -> what they are called here."""
+
+
 def as_chat(body: Prompt, thinks: bool) -> ChatBody:
     """The same request as a chat.
 
@@ -207,13 +217,17 @@ def as_chat(body: Prompt, thinks: bool) -> ChatBody:
         found["tools"] = [_tool(tool) for tool in body.tools]
     choice = body.tool_choice
     if choice is not None:
-        if (choice.type == "tool") != (choice.name is not None):
+        if choice.type == "tool" and choice.name is None:
+            raise missing("tool_choice.name")
+        if choice.type != "tool" and choice.name is not None:
             raise refuse("tool_choice", f"a name belongs to the type tool, and the type is {choice.type}")
         named = {"type": "function", "function": {"name": choice.name}}
         found["tool_choice"] = {"any": "required", "tool": named}.get(choice.type, choice.type)
         found["parallel_tool_calls"] = not choice.disable_parallel_tool_use
     if body.thinking is not None:
-        if (body.thinking.type == "enabled") != (body.thinking.budget_tokens is not None):
+        if body.thinking.type == "enabled" and body.thinking.budget_tokens is None:
+            raise missing("thinking.budget_tokens")
+        if body.thinking.type != "enabled" and body.thinking.budget_tokens is not None:
             raise refuse("thinking", f"budget_tokens belongs to the type enabled, got {body.thinking.type}")
         if body.thinking.budget_tokens is not None and not thinks:
             raise refuse("thinking", "this model has no marks of thinking; leave it out")

@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.engine.results import Result
 from outpace.server.dialects.blocks import Block, BlockWriter, Happened
-from outpace.server.encoding import Json
+from outpace.server.encoding import Json, JsonResponse
 from outpace.server.errors import ApiError
 
 PATH = "/v1/messages"
@@ -84,7 +84,7 @@ class MessagesWriter(BlockWriter):
             return "tool_use", None
         if reason == "length":
             return "max_tokens", None
-        stops = self.ask.requests[0].params.stop
+        stops = self.wanted.requests[0].params.stop
         if stops and self._tokenizer is not None:
             whole = self._tokenizer.decode(result.tokens)
             rest = whole[len(result.text) :]
@@ -96,7 +96,7 @@ class MessagesWriter(BlockWriter):
     def _usage(self, result: Result | None) -> Json:
         cached = 0 if result is None else result.cached_tokens
         return {
-            "input_tokens": len(self.ask.requests[0].prompt) - cached,
+            "input_tokens": len(self.wanted.requests[0].prompt) - cached,
             "cache_creation_input_tokens": 0,
             "cache_read_input_tokens": cached,
             "output_tokens": 0 if result is None else len(result.tokens),
@@ -132,3 +132,9 @@ def in_form(path: str, body: Json, status: int) -> Json:
     """An error as the path that it belongs to tells errors."""
     own = path == PATH or path.startswith(f"{PATH}/")
     return error_of(body, status) if own else body
+
+
+def refusal(path: str, error: ApiError) -> JsonResponse:
+    """An error as the answer to a request to this path."""
+    told = in_form(path, error.body(), error.status_code)
+    return JsonResponse(told, error.status_code, error.headers)

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, Tag
 
 from outpace.server.dialects.blocks import as_chat_body, by_field, by_shape, refuse
 from outpace.server.encoding import Json
+from outpace.server.errors import missing
 from outpace.server.schema import MOST_MESSAGES, MOST_TOOLS, Answered, Body, ChatBody, Count, Id, Plain, truth
 
 
@@ -194,6 +195,15 @@ class ResponsesBody(Answered):
     stream_options: StreamOptions | None = None
 
 
+NAMES = {
+    "prompt": "input",
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+"""Fields of a chat -> what they are called here."""
+
+
 def as_chat(body: ResponsesBody) -> ChatBody:
     """The same request as a chat.
 
@@ -224,7 +234,9 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         found["tool_choice"] = choice
     form = None if body.text is None else body.text.format
     if form is not None:
-        if (form.type == "json_schema") != (form.schema_ is not None):
+        if form.type == "json_schema" and form.schema_ is None:
+            raise missing("text.format.schema")
+        if form.type != "json_schema" and form.schema_ is not None:
             raise refuse(
                 "text.format", f"a schema belongs to the type json_schema, and the type is {form.type}"
             )

@@ -101,7 +101,7 @@ class ResponsesWriter(BlockWriter):
         return {**item, "role": "assistant", "content": content}
 
     def _response(self, status: str, result: Result | None) -> Json:
-        body, params = self._body, self.ask.requests[0].params
+        body, params = self._body, self.wanted.requests[0].params
         cut = status == "incomplete"
         items = [self._item(block, "completed") for block in self.blocks.made] if result else []
         if cut and items:
