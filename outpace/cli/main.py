@@ -7,7 +7,9 @@ the output has left. A traceback means a bug of ours.
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 import sys
 from collections.abc import Sequence
 from typing import Annotated, Any
@@ -26,6 +28,7 @@ from outpace.cli import (
     eval,
     export,
     generate,
+    interrupts,
     methods,
     predict,
     serve,
@@ -66,10 +69,18 @@ def _whole(
 
 @app.command(name="version")
 def _version() -> None:
-    """Print the version, and which code computes on this machine's processor."""
+    """Print versions, the processor, and which code computes on it."""
+    from outpace.bench.provenance import cpu_name
     from outpace.kernels.compiled import described
 
-    show.write(f"outpace {__version__}\ncode    {described()}\n")
+    rows = {"outpace": __version__, "python": platform.python_version()}
+    for name in ("torch", "transformers"):
+        try:
+            rows[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            rows[name] = "not installed"
+    rows |= {"processor": cpu_name(), "code": described()}
+    show.write("".join(f"{name:12}  {what}\n" for name, what in rows.items()))
 
 
 for _module, _command in (
@@ -104,18 +115,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit code.
     """
+    if arguments is None:
+        interrupts.leave_at_once()
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal without Unicode is no error
+    code = _main(list(sys.argv[1:] if arguments is None else arguments))
+    if arguments is None:
+        interrupts.leave_at_once()  # all is written; the interpreter has only to end
+    return code
+
+
+def _main(arguments: list[str]) -> int:
     try:
-        code = _run(list(sys.argv[1:] if arguments is None else arguments))
+        interrupts.leave_imports()
+        code = _run(arguments)
         sys.stdout.flush()
         return code
     except BrokenPipeError:
         _drop_stdout()
         return 141
     except KeyboardInterrupt:
-        return 130
+        return interrupts.STOPPED
     except OutpaceError as error:
         return _fail(str(error))
     except OSError as error:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from outpace.cli import show
+from outpace.cli import interrupts, show
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
 
@@ -216,7 +216,9 @@ class ModelOptions:
             use_threads(self.threads)
             own = dataclasses.asdict(self) | settings
             given = {key: value for key, value in own.items() if value is not None and key != "threads"}
-            return Engine.load(given.pop("model"), **given)
+            engine = Engine.load(given.pop("model"), **given)
+        interrupts.done()
+        return engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

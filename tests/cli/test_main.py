@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib import metadata
 
 import pytest
 
@@ -209,6 +210,15 @@ def test_version(outpace):
     assert (ran.code, ran.out) == (0, f"outpace {package.__version__}\n")
 
 
+def test_the_command_version_tells_what_computes(outpace):
+    ran = outpace("version")
+    assert ran.code == 0
+    rows = dict(line.split(maxsplit=1) for line in ran.out.splitlines())
+    assert list(rows) == ["outpace", "python", "torch", "transformers", "processor", "code"]
+    assert rows["outpace"] == package.__version__
+    assert rows["torch"] == metadata.version("torch") and rows["python"] in sys.version
+
+
 JUNK = b"GGUF" + bytes(range(64))
 
 
@@ -231,13 +241,23 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", "a", "b"], "extra argument"),
         (["generate", *TINY], "no prompt"),
         (["generate", *TINY, ""], "the prompt is empty"),
+        (["generate", *TINY, "a\udce9", "--raw"], "the prompt is not utf-8 text (byte 1); convert it first"),
+        (["generate", *TINY, "\u00e9\udce9"], "the prompt is not utf-8 text (byte 2)"),
+        (["generate", *TINY, "--system", "\udcff", "a"], "--system is not utf-8 text (byte 0)"),
+        (["chat", *TINY, "--system", "\udcff"], "--system is not utf-8 text (byte 0)"),
         (["generate", *TINY, "a", "-f", "latin.txt"], "two prompts"),
         (["generate", *TINY, "-f", "latin.txt"], "latin.txt is not utf-8 text (byte 3)"),
         (["generate", *TINY, "-f", "empty.txt"], "the prompt is empty"),
         (["generate", *TINY, "-f", "-"], "the prompt is empty"),
         (["generate", *TINY, "-f", "nowhere.txt"], "cannot read prompt file nowhere.txt"),
         (["generate", *TINY, "-f", "folder"], "cannot read prompt file folder"),
-        (["generate", *TINY, "-t", "-1", "a"], "temperature must be at least 0, got -1"),
+        (
+            ["generate", *TINY, "-t", "1e400", "a"],
+            "temperature must be a finite number of at least 0, got inf",
+        ),
+        (["generate", *TINY, "--explain", "a", "--out", "latin.txt"], "latin.txt: not a directory"),
+        (["generate", *TINY, "--thinking-budget", "5", "a"], "name them with --thinking-mark, or "),
+        (["generate", *TINY, "-t", "-1", "a"], "temperature must be a finite number of at least 0, got -1"),
         (["generate", *TINY, "--top-p", "0", "a"], "top_p must be in (0, 1], got 0"),
         (["generate", *TINY, "--top-p", "1.5", "a"], "got 1.5"),
         (["generate", *TINY, "--top-p", "nan", "a"], "got nan"),
