@@ -254,11 +254,11 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
 _NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
 _OPTIONAL = {*_NEUTRAL, "seed", "logprobs", "thinking_token_budget"}
 _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
-    "temperature": (False, "at least 0", lambda x: x >= 0),
+    "temperature": (False, "a finite number of at least 0", lambda x: x >= 0),
     "top_k": (True, "at least 1, or 0 or -1 for all", lambda x: x >= -1),
     "top_p": (False, "in (0, 1]", lambda x: 0 < x <= 1),
     "min_p": (False, "in [0, 1]", lambda x: 0 <= x <= 1),
-    "repetition_penalty": (False, "above 0", lambda x: x > 0),
+    "repetition_penalty": (False, "a finite number above 0", lambda x: x > 0),
     "presence_penalty": (False, "a finite number", lambda x: True),
     "frequency_penalty": (False, "a finite number", lambda x: True),
     "max_new_tokens": (True, "at least 1", lambda x: x >= 1),

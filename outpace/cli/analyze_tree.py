@@ -81,6 +81,8 @@ def tree(
         raise RequestError(f"--out {out}: give a file that ends in .svg or .html")
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
     text = read_prompt(prompt, prompt_file)
+    if out is not None:
+        show.check_file(out)
     spec = drafting.spec or DEFAULT_DRAFTER
     engine = model.load(drafter=spec, allow_lossy=drafting.allow_lossy)
     from outpace.analysis.picture import film
@@ -152,6 +154,8 @@ def shape(
     if out is not None and out.suffix != ".json":
         raise RequestError(f"--out {out}: give a file that ends in .json")
     drafter = known(drafter)
+    if out is not None:
+        show.check_file(out)
     prompts = texts.read()
     engine = model.load(drafter="none")
 

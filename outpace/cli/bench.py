@@ -141,6 +141,8 @@ def bench(
     prompts = read_workload(workload)
     if out is not None:
         check_writable(out)  # what cannot be written is said before the work
+    if answers is not None:
+        show.check_file(answers)
     engine = model.load(drafter="none", allow_lossy=plan.allow_lossy)
     tokenizer = engine.target.tokenizer
     if answers is not None and tokenizer is None:

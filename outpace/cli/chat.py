@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import importlib
+import io
 import signal
 import sys
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
-from outpace.cli.generate import LOSSY
+from outpace.cli.generate import LOSSY, check_text
 from outpace.cli.options import AutoOptions, SamplingOptions, notes, option
 from outpace.errors import OutpaceError
 
@@ -51,6 +52,8 @@ def chat(
 ) -> None:
     """Talk with a model; each line is a message. Ctrl-C stops an answer, Ctrl-D leaves."""
     params = sampling.params()
+    if system is not None:
+        check_text(system, "--system")
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     engine.remember()
     for line in notes(engine, params):
@@ -72,6 +75,8 @@ def chat(
 def _lines() -> Iterator[str]:
     """Lines of the user, with a prompt on a terminal; blank ones are left out."""
     on_terminal = sys.stdin.isatty()
+    if isinstance(sys.stdin, io.TextIOWrapper):
+        sys.stdin.reconfigure(errors="surrogateescape")  # whoever takes the line says what is wrong
     while True:
         try:
             line = input("> " if on_terminal else "")
@@ -115,6 +120,7 @@ class Talk:
             OutpaceError: a message that cannot be answered, where nobody can mend it.
         """
         try:
+            check_text(line, "the message")
             if line.startswith("/"):
                 self._obey(line)
             else:

@@ -63,6 +63,7 @@ def demo(
     for path in out:
         if path.suffix not in (".svg", ".html"):
             raise RequestError(f"cannot write {path}; give a name that ends in .svg or .html")
+        show.check_file(path)
     text = read_prompt(prompt, None)
     params = sampling.params()
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)

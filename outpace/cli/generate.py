@@ -15,7 +15,7 @@ from outpace.cli.explain import Told
 from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, output
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
-from outpace.files import decoded, reading
+from outpace.files import check_writable, decoded, reading
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -89,6 +89,10 @@ def generate(
     if out is not None and not explain:
         raise RequestError("--out is where --explain writes; add it")
     text = read_prompt(prompt, prompt_file)
+    if system is not None:
+        check_text(system, "--system")
+    if out is not None:
+        check_writable(out)  # what cannot be written is said before the work
     from outpace.models.measured import dtype_name
 
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
@@ -127,7 +131,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     """The prompt's text, from the command line, a file or standard input.
 
     Raises:
-        RequestError: none or two prompts, an empty one, a file that is unreadable or no UTF-8.
+        RequestError: none or two prompts, an empty one, one that is unreadable or no UTF-8.
     """
     if (prompt is None) == (file is None):
         raise RequestError(
@@ -135,6 +139,8 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
             if prompt is None
             else "two prompts, an argument and --prompt-file; give one of them"
         )
+    if prompt is not None:
+        check_text(prompt, "the prompt")
     if file is not None:
         if file == "-":
             prompt = decoded(sys.stdin.buffer.read(), "standard input")
@@ -145,6 +151,15 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
     if not prompt:
         raise RequestError("the prompt is empty; give some text")
     return prompt
+
+
+def check_text(text: str, what: str) -> None:
+    """Raise RequestError for text of a command line or a terminal whose bytes were no UTF-8."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        at = len(text[: error.start].encode())
+        raise RequestError(f"{what} is not UTF-8 text (byte {at}); convert it first") from error
 
 
 def to_ids(engine: Engine, text: str, chat: bool | None, system: str | None) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, numbers, option, output, use_threads
 from outpace.errors import RequestError
+from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.analysis.prediction.calibration import Calibration
@@ -115,6 +116,8 @@ def predict(
     Every operator takes its arithmetic or its memory traffic, whichever is longer, on a device that is a few
     numbers. Public records have peak figures, which no program reaches: their predictions are a bound.
     """
+    if out is not None:
+        check_writable(out)  # what cannot be written is said before the work
     from outpace.analysis.prediction import devices
     from outpace.analysis.prediction.model import CPU, read
     from outpace.analysis.prediction.report import predicted

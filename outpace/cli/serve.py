@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import importlib.util
+import re
+import socket
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from outpace import registry
 from outpace.cli import show
+from outpace.cli.drafting import known
 from outpace.cli.keys import read_keys
 from outpace.cli.options import AutoOptions, notes, option
 from outpace.config import MethodSpec, build
-from outpace.errors import ModelError, RequestError
+from outpace.errors import ModelError, OutpaceError, RequestError
 from outpace.params import SamplingParams
 from outpace.serving.keyed import check_stores
 
@@ -25,6 +28,8 @@ _limits = partial(option, panel="Limits")
 _learn = partial(option, panel="Learning")
 _PER_TOKEN = 16
 """Bytes of a body per token: some 5 of text, three times as many where JSON escapes them."""
+
+_ORIGIN = re.compile(r"\*|[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/?#@:\[\]A-Z]+)(:[0-9]{1,5})?")
 
 EXAMPLES = """
 Examples:
@@ -136,13 +141,18 @@ def serve(
         raise RequestError(f"--learn-share must be in [0, 1), got {learn_share:g}")
     if not 0 <= port < 1 << 16:
         raise RequestError(f"--port must be in 0 to 65535, got {port}")
+    SamplingParams(thinking_marks=tuple(thinking_mark or ()))  # refuses what are no marks
+    check_origins(allowed_origin or [])
     keys = read_keys(api_key or [], api_key_file)
+    for spec in drafter or []:
+        known(spec)
     specs = with_reference(drafter or ["auto"])
     if keys and not share_across_keys:
         check_stores(specs)
     for module in ("fastapi", "uvicorn", "prometheus_client"):
         if importlib.util.find_spec(module) is None:
             raise ModelError(f"serving needs the package {module}; install it: pip install 'outpace[server]'")
+    check_port(host, port)
     engine = model.load(drafter="none", allow_lossy=allow_lossy)
     engine.remember()
     for line in notes(engine, SamplingParams()):
@@ -199,6 +209,35 @@ def serve(
         limits=limits,
         thinking_marks=thinking_mark or [],
     )
+
+
+def check_origins(origins: list[str]) -> None:
+    """Raise RequestError for what no browser ever sends as the origin of a page."""
+    for one in origins:
+        if not _ORIGIN.fullmatch(one):
+            raise RequestError(
+                f"--allowed-origin {one!r:.80} is no origin; give scheme://host or scheme://host:port in "
+                "small letters, without a path, such as https://example.org"
+            )
+
+
+def check_port(host: str, port: int) -> None:
+    """Listen for a moment, so that a port in use is said before a model is loaded.
+
+    Raises:
+        OutpaceError: the port is taken, or the host is none of this machine; with the system's reason.
+    """
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as found:
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            found.bind(address)
+            found.listen()
+    except (OSError, UnicodeError) as error:
+        reason = getattr(error, "strerror", None) or "no host has such a name"
+        raise OutpaceError(
+            f"cannot listen on {host} port {port}: {reason}; name another --port or --host"
+        ) from error
 
 
 def body_bytes(engine: Engine, kb: int | None) -> int:

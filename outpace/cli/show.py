@@ -6,15 +6,17 @@ rich is imported where a table or a bar is drawn, never before: it costs start-u
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from outpace.errors import OutpaceError
-from outpace.files import write_whole
+from outpace.files import check_writable, write_whole
 
 _WIDE = 160  # columns of a table that no terminal shows
 
@@ -43,6 +45,20 @@ def save(path: Path, text: str) -> None:
     """
     try:
         write_whole(path, text)
+    except OSError as error:
+        raise OutpaceError(f"cannot write {path}: {error.strerror}") from error
+
+
+def check_file(path: Path) -> None:
+    """Refuse a file that cannot be written, for before the work begins; nothing is left there.
+
+    Raises:
+        OutpaceError: as ``save``.
+    """
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        check_writable(path.parent)
     except OSError as error:
         raise OutpaceError(f"cannot write {path}: {error.strerror}") from error
 

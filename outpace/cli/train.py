@@ -14,6 +14,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
+from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -110,6 +111,8 @@ def train(
         from outpace.train.install import check_destination
 
         check_destination(out)
+    if work is not None:
+        check_writable(work)
     engine = model.load(drafter="none")
 
     from outpace.train.pipeline import Pipeline, made_to_json, work_folder
@@ -176,6 +179,7 @@ def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str
         raise RequestError(f"--texts {missing[0]}: there is no such file")
     if out.exists() and not out.is_dir():
         raise RequestError(f"--out {out} is a file; name a folder")
+    check_writable(out)
     recipe, loop = read_settings(settings)
     make(out, recipe, [Path(name) for name in texts], loop, resume, say=show.note)
     show.write(f"wrote {out}, and a workload to measure it with, {out / 'prompts.jsonl'}\n")

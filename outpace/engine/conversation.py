@@ -28,7 +28,7 @@ class Conversation:
         reproducible: as in ``Engine.generate``.
 
     Raises:
-        RequestError: ``params`` ask for several answers.
+        RequestError: ``params`` ask for several answers, or are none.
     """
 
     def __init__(
@@ -41,15 +41,15 @@ class Conversation:
         reproducible: bool | None = None,
     ) -> None:
         self.engine = engine
-        self.params = params or SamplingParams()
+        self.params = SamplingParams() if params is None else params
+        if not isinstance(self.params, SamplingParams):
+            raise RequestError(f"params are SamplingParams, got {type(params).__name__}")
         if self.params.n != 1:
             raise RequestError(f"a conversation has one answer per turn, got n={self.params.n}")
-        self.messages: list[dict[str, Any]] = []
+        told = [] if system is None else [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = [*told]
         """The dialogue so far; only whole turns are in it."""
-        if system is not None:
-            self.messages.append({"role": "system", "content": system})
-        self._drafter = drafter
-        self._reproducible = reproducible
+        self._drafter, self._reproducible = drafter, reproducible
         self._slot: int | None = None
 
     def send(self, text: str) -> Iterator[Chunk]:
@@ -59,10 +59,10 @@ class Conversation:
         turn at a time.
 
         Raises:
-            RequestError: an empty message, or a dialogue that outgrew the context.
+            RequestError: no text, or none in it; or a dialogue that outgrew the context.
         """
         engine = self.engine
-        if not text.strip():
+        if isinstance(text, str) and not text.strip():
             raise RequestError("the message is empty; say something")
         messages = [*self.messages, {"role": "user", "content": text}]
         request = engine.request(messages, self.params)

@@ -18,6 +18,14 @@ class BadValue(ModelError):
     """A value that is missing or impossible, so that nobody else need try to read it."""
 
 
+class FileContent(dict[str, Any]):
+    """What a JSON file says, with its place, so that errors can name it."""
+
+    def __init__(self, path: Path, said: Mapping[str, Any]) -> None:
+        super().__init__(said)
+        self.path = path
+
+
 class Fields:
     """Typed reads from one mapping, with defaults; None counts as absent.
 
@@ -25,8 +33,12 @@ class Fields:
     """
 
     def __init__(self, source: str, defaults: Mapping[str, Any], said: Mapping[str, Any]) -> None:
-        """Wrap ``said``, read from ``source``; ``defaults`` fills in what it leaves out."""
-        self.source, self.defaults, self.said = source, defaults, said
+        """Wrap ``said``, read from ``source``; ``defaults`` fills in what it leaves out.
+
+        What ``read_json`` gave knows its file, which is then the source.
+        """
+        self.source = str(said.path) if isinstance(said, FileContent) else source
+        self.defaults, self.said = defaults, said
 
     def get(self, key: str, otherwise: Any = None) -> Any:
         """Give what is said, else the table's default, else ``otherwise``."""
@@ -104,7 +116,7 @@ def check_counts(source: str, config: Mapping[str, Any]) -> None:
     read = Fields(source, {}, config)
     for key, value in config.items():
         if isinstance(value, Mapping):
-            check_counts(f"{source}: {key}", value)
+            check_counts(f"{read.source}: {key}", value)
         elif type(value) is int and value > MOST_LAYERS and key.endswith(("layers", "layer", "experts")):
             read.count(key, most=MOST_LAYERS)
         elif type(value) is int and value > MOST and key.endswith(("size", "heads", "head", "dim")):
@@ -134,9 +146,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = parse_json(path.read_bytes())
     except FileNotFoundError:
-        return {}
+        return FileContent(path, {})
     except (OSError, ValueError) as error:
         raise ModelError(f"cannot read {path}: {brief(error)}") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, got {type(content).__name__}")
-    return content
+    return FileContent(path, content)

@@ -239,7 +239,8 @@ def make_section(target: Any, marks: Sequence[str], budget: int | None, again: b
     marks = marks or find_marks(target.tokenizer) or ()
     if not marks or target.tokenizer is None:
         raise RequestError(
-            f"{target.name} has no marks of thinking among its tokens; name them with thinking_marks"
+            f"{target.name} has no marks of thinking among its tokens; name them with --thinking-mark, "
+            "or thinking_marks"
         )
     start, end, message = (*marks, "")[:3]
 

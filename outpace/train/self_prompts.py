@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,10 +23,12 @@ from outpace.train.corpus import Message
 from outpace.train.progress import Say, Tick
 
 _MARK = "MARKMARK"
-_ROUND = 256  # prompts asked for between two writings: what a killed process loses
+_ROUND = 256  # most prompts asked for between two writings: what a killed process loses
+_SPARE = 8  # and a quarter: prompts asked for beyond those that are wanted, for some are dropped
+_SAY_EVERY = 10.0  # seconds
 _GOES_ON = 3  # one prompt in so many becomes a conversation
 _FEWEST = 8  # characters; shorter ones ask nothing
-_HOPELESS = 4  # rounds that give nothing new
+_HOPELESS = 4  # full rounds that give nothing new
 _TURNS = 1 << 30  # seeds of second turns lie so far behind those of prompts
 _OPENED = 4  # one prompt in so many begins with words that are given
 OPENINGS = (
@@ -108,7 +110,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
         path: of the file; one that is there is gone on with.
 
     Returns:
-        How many prompts the file holds: at least ``config.count``.
+        How many prompts the file holds: ``config.count``, or those that it had.
 
     Raises:
         ModelError: the target has no chat template to play the user in.
@@ -119,27 +121,32 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     end = user_turn(engine)[1]
     rows = dict(_rows(path, "prompt"))
     kept = set(rows.values())
-    number = _next_round(rows)
-    began, first, idle = time.perf_counter(), len(rows), 0
+    number = _behind(rows)
+    told, idle = _Told("prompts", len(rows), say), 0
     while len(rows) < config.count:
-        before = len(rows)
-        said = [opening_of(number + i) for i in range(_ROUND)]
+        before, wanted = len(rows), config.count - len(rows)
+        numbers = range(number, number + min(_ROUND, wanted + wanted // 4 + _SPARE))
+        said = [opening_of(one) for one in numbers]
         begun = {one: user_turn(engine, said=one)[0] for one in set(said)}
-        for i, more in sorted(_written(engine, [begun[one] for one in said], config, number, end)):
+        written = []
+        for one in _written(engine, [begun[one] for one in said], config, numbers, end):
+            written.append(one)
+            told.late(min(before + len(written), config.count), config.count)
+        for i, more in sorted(written):
             text = said[i] + more if said[i] else more.strip()
-            if len(more) >= _FEWEST and text not in kept:
-                rows[number + i] = text
+            # No more than are wanted, so that the size of a round decides about nothing.
+            if len(more) >= _FEWEST and text not in kept and len(rows) < config.count:
+                rows[numbers[i]] = text
                 kept.add(text)
-        number += _ROUND
-        idle = idle + 1 if len(rows) == before else 0
-        if idle == _HOPELESS:
+        number += len(numbers)
+        idle = idle + len(numbers) if len(rows) == before else 0
+        if idle >= _HOPELESS * _ROUND:
             raise OutpaceError(
                 f"{engine.target.name} wrote {len(rows)} different prompts and "
-                f"then none in {_HOPELESS * _ROUND}; ask for fewer"
+                f"then none in {idle}; ask for fewer"
             )
         _write(path, "prompt", rows)
-        rate = (len(rows) - first) / (time.perf_counter() - began)
-        say(Tick("prompts", min(len(rows), config.count), config.count, "prompts", rate))
+        told.now(len(rows), config.count)
     return len(rows)
 
 
@@ -164,27 +171,55 @@ def write_conversations(
     """
     asked = {n: text for n, text in _rows(prompts, "prompt") if n % _GOES_ON == 0}
     rows = dict(_rows(path, "messages"))
-    began, first = time.perf_counter(), len(rows)
-    for number in range(_next_round(rows), max(asked, default=-1) + 1, _ROUND):
+    told_of = _Told("conversations", len(rows), say)
+    for number in range(_behind(rows), max(asked, default=-1) + 1, _ROUND):
+        before, total = len(rows), max(len(rows), len(asked))
         opened = [n for n in range(number, number + _ROUND) if n in asked]
         told: list[tuple[int, list[Message]]] = [
             (n, [{"role": "user", "content": asked[n]}]) for n in opened if not _special(engine, asked[n])
         ]
         starts = [engine.encode(messages) for _, messages in told]
+        answers = []
+        for one in _written(engine, starts, config, [n for n, _ in told]):
+            answers.append(one)
+            told_of.late(before, total)
         answered = [
             (told[i][0], [*told[i][1], {"role": "assistant", "content": text.strip()}])
-            for i, text in sorted(_written(engine, starts, config, number))
+            for i, text in sorted(answers)
             if text.strip() and not _special(engine, text)
         ]
         starts = [user_turn(engine, messages)[0] for _, messages in answered]
         end = user_turn(engine)[1]
-        for i, text in sorted(_written(engine, starts, config, number + _TURNS, end)):
+        turns = []
+        for one in _written(engine, starts, config, [n + _TURNS for n, _ in answered], end):
+            turns.append(one)
+            told_of.late(before + len(turns), total)
+        for i, text in sorted(turns):
             if len(text.strip()) >= _FEWEST:
                 rows[answered[i][0]] = [*answered[i][1], {"role": "user", "content": text.strip()}]
-        _write(path, "messages", rows)
-        rate = (len(rows) - first) / (time.perf_counter() - began)
-        say(Tick("conversations", len(rows), max(len(rows), len(asked)), "conversations", rate))
+        if len(rows) > before:
+            _write(path, "messages", rows)
+        told_of.now(len(rows), total)
     return len(rows)
+
+
+class _Told:
+    """Tells how far work has come, and how fast it goes."""
+
+    def __init__(self, what: str, first: int, say: Say) -> None:
+        self._what, self._first = what, first
+        self._say: Callable[[Tick], Any] = say
+        self._began = self._told = time.perf_counter()
+
+    def late(self, done: int, total: int) -> None:
+        """As ``now``, if nothing was told for a while."""
+        if time.perf_counter() - self._told > _SAY_EVERY:
+            self.now(done, total)
+
+    def now(self, done: int, total: int) -> None:
+        self._told = time.perf_counter()
+        rate = (done - self._first) / max(self._told - self._began, 1e-9)
+        self._say(Tick(self._what, done, total, self._what, rate))
 
 
 def _special(engine: Engine, text: str) -> bool:
@@ -197,10 +232,10 @@ def _written(
     engine: Engine,
     prompts: Sequence[tuple[int, ...]],
     config: SelfPromptConfig,
-    number: int,
+    numbers: Sequence[int],
     end: str | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """What follows the prompts and came to an end by itself, as (index, text)."""
+    """What follows the prompts and came to an end by itself, as (index, text). A number says the coins."""
     params = (
         SamplingParams(
             temperature=config.temperature,
@@ -210,18 +245,18 @@ def _written(
             repetition_penalty=1.0,
             max_new_tokens=config.max_new_tokens,
             stop=() if end is None else (end,),
-            seed=(config.seed << 32) + number + i,
+            seed=(config.seed << 32) + number,
         )
-        for i in range(len(prompts))
+        for number in numbers
     )
     for index, result in engine.map(iter(prompts), params, batch=config.batch, drafter="none"):
         if result.finish_reason == "stop":
             yield index, result.text.rstrip()
 
 
-def _next_round(rows: Mapping[int, Any]) -> int:
-    """The first number of the round behind those that are there."""
-    return (max(rows, default=-1) // _ROUND + 1) * _ROUND
+def _behind(rows: Mapping[int, Any]) -> int:
+    """The first number behind those that are there."""
+    return max(rows, default=-1) + 1
 
 
 def _write(path: Path, key: str, rows: Mapping[int, Any]) -> None:

@@ -32,6 +32,14 @@ def test_reset_begins_anew_and_quit_leaves(outpace):
     assert nothing.out == "" and "nothing said yet" in nothing.err and "/reset" in nothing.err
 
 
+def test_a_line_that_is_no_text_is_refused(outpace):
+    ran = outpace(*CHAT, stdin=b"caf\xe9\n")
+    assert ran.code == 2 and ran.out == ""
+    assert ran.err.splitlines()[-1] == (
+        "outpace: error: the message is not UTF-8 text (byte 3); convert it first"
+    )
+
+
 def test_an_unknown_command_is_no_message(outpace):
     ran = outpace(*CHAT, stdin=b"/rest\n")
     assert ran.code == 2 and ran.out == ""

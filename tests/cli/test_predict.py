@@ -97,6 +97,7 @@ def test_without_matplotlib_there_are_no_pictures(outpace, tmp_path, monkeypatch
     ("arguments", "said"),
     [
         (("--device", "b200"), "unknown device 'b200'"),
+        (("--out", "/dev/null"), "/dev/null: Not a directory"),
         (("--config", "./nowhere"), "no model at ./nowhere: no such file or folder"),
         (("--rows", "1,x"), "--rows '1,x' is no list of whole numbers above 0"),
         (("--rows", "0"), "--rows '0' is no list of whole numbers above 0"),

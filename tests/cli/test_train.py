@@ -185,3 +185,26 @@ def test_where_a_drafter_goes_is_checked_before_a_model_is_loaded(outpace, tmp_p
             monkeypatch.setattr("os.fsync", full)
         ran = outpace("train", "medusa", "--model", "no-such-model", "--out", str(tmp_path / out))
         assert ran.code == 2 and said in ran.err and ran.err.count("\n") == 1, ran.err
+
+
+@pytest.mark.parametrize("work", ["file", "file/below"])
+def test_where_answers_are_kept_is_checked_before_a_model_is_loaded(outpace, tmp_path, work):
+    (tmp_path / "file").write_text("x")
+    ran = outpace("train", "medusa", "--model", "no-such-model", "--work", str(tmp_path / work))
+    assert ran.code == 2 and ran.err == f"outpace: error: {tmp_path / work}: Not a directory\n"
+
+
+def test_a_dry_run_thinks_of_few_prompts(outpace, data_folder, monkeypatch):
+    from outpace.train import self_prompts
+
+    asked = []
+
+    def written(engine, prompts, config, numbers, end=None):
+        asked.append(len(prompts))
+        return [(i, f"what is number {number} called?") for i, number in enumerate(numbers)]
+
+    monkeypatch.setattr(self_prompts, "_written", written)
+    ran = train(outpace, "--self-prompts", "30", "--tokens", "1500", "--dry-run")
+    assert ran.code == 0, ran.err
+    assert asked == [45, 10, 10], "prompts, then answers to one in three, then what the user says to those"
+    assert "prompts: 30/30" in ran.err and "nothing was started" in ran.out and not data_folder.exists()

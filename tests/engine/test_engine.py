@@ -274,6 +274,10 @@ def test_a_conversation_reads_each_token_once(engine):
         talk.send("  ")
     with pytest.raises(RequestError, match="one answer per turn, got n=3"):
         Conversation(engine, SamplingParams(n=3))
+    with pytest.raises(RequestError, match="params are SamplingParams, got int"):
+        Conversation(engine, 5)
+    with pytest.raises(RequestError, match="content of type int; give a string"):
+        Conversation(engine).send(5)
     talk.close()
     assert not engine.cache._slots
 

@@ -122,6 +122,10 @@ def test_broken_folders_are_one_line(tmp_path: Path) -> None:
     refused("no tensor", "model.layers.4")
     (tmp_path / "config.json").write_text("{")
     refused("cannot read", "config.json")
+    (tmp_path / "config.json").write_text(
+        json.dumps({key: value for key, value in said.items() if key != "num_attention_heads"})
+    )
+    refused(f"{tmp_path / 'config.json'} lacks 'num_attention_heads'")
     (tmp_path / "config.json").write_text(json.dumps(said))
     for path in tmp_path.glob("*.safetensors*"):
         path.unlink()
@@ -313,6 +317,11 @@ def test_broken_gguf_files_are_one_line(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     make_gguf(path, "llama")
     whole = path.read_bytes()
+    at = whole.index(b"general.architecture") + len(b"general.architecture")
+    path.write_bytes(whole[:at] + struct.pack("<I", 65536) + whole[at + 4 :])
+    said = f"{path} has a corrupt header: unknown value type 65536; download the file again"
+    assert refusal(path) == said
+    path.write_bytes(whole)
     header = read_header(path)
     data = min(place.start for place in header.places.values())
     cuts = [0, 3, 10, 30, 200, 2000, data - 40, data, data + 100, len(whole) - 1000]

@@ -54,7 +54,7 @@ def test_the_number_alone_says_a_prompt(engine, ending, tmp_path):
     config = SelfPromptConfig(count=6, max_new_tokens=40, batch=3)
     found = write_prompts(engine, tmp_path / "p.jsonl", config, say=quiet)
     made = rows(tmp_path / "p.jsonl")
-    assert found == len(made) >= 6 and [r["number"] for r in made] == sorted(r["number"] for r in made)
+    assert found == len(made) == 6 and [r["number"] for r in made] == sorted(r["number"] for r in made)
     assert len({r["prompt"] for r in made}) == len(made)
     assert {opening_of(row["number"]) for row in made} > {""}, "some begin with words that are given"
     for row in made:
@@ -95,6 +95,28 @@ def test_a_file_is_gone_on_with(engine, ending, tmp_path):
     assert (tmp_path / "parts.jsonl").read_bytes() == before, "enough is there"
 
 
+def test_rounds_are_no_larger_than_what_is_wanted(engine, ending, tmp_path, monkeypatch):
+    """The size of a round decides about nothing but when something is told."""
+    monkeypatch.setattr(self_prompts, "_SAY_EVERY", 0.0)
+    config = SelfPromptConfig(count=12, max_new_tokens=40, batch=4)
+    asked, ticks = [], []
+    written = self_prompts._written
+
+    def counted(engine, prompts, *more):
+        asked.append(len(prompts))
+        return written(engine, prompts, *more)
+
+    monkeypatch.setattr(self_prompts, "_written", counted)
+    write_prompts(engine, tmp_path / "small.jsonl", config, say=ticks.append)
+    monkeypatch.setattr(self_prompts, "_ROUND", 256)
+    del asked[1:]
+    write_prompts(engine, tmp_path / "large.jsonl", config, say=quiet)
+    assert asked[:2] == [8, 12 + 3 + 8]
+    assert rows(tmp_path / "small.jsonl") == rows(tmp_path / "large.jsonl")
+    assert len(rows(tmp_path / "small.jsonl")) == 12
+    assert ticks[0].done == 1 and ticks[0].total == 12 and str(ticks[0]), "told while a round is under way"
+
+
 def test_one_prompt_in_three_goes_on_as_a_conversation(engine, ending, tmp_path, monkeypatch):
     stopping = lambda **given: SamplingParams(**{**given, "stop": ("e",)})  # noqa: E731
     monkeypatch.setattr(self_prompts, "SamplingParams", stopping)
@@ -119,8 +141,7 @@ def test_one_prompt_in_three_goes_on_as_a_conversation(engine, ending, tmp_path,
     text = path.read_text()
     path.write_text(json.dumps(made[0]) + "\n")  # as if stopped after the first round
     write_conversations(engine, prompts, path, config, say=quiet)
-    kept = [row for row in made if row["number"] >= 8]
-    assert rows(path) == [made[0], *kept]
+    assert rows(path) == made, "the number alone says a conversation"
     before = path.stat().st_mtime_ns
     write_conversations(engine, prompts, path, config, say=quiet)
     assert path.stat().st_mtime_ns == before and text.startswith(json.dumps(made[0])[:20])

@@ -65,7 +65,11 @@ def read_header(path: Path) -> GGUFFile:
         raise ModelError(f"cannot read {path}: {error}") from error
     except (struct.error, _Short) as error:
         raise ModelError(f"{path} is truncated or corrupt: its header does not end") from error
-    except (UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
+    except KeyError as error:
+        raise ModelError(
+            f"{path} has a corrupt header: unknown value type {error}; download the file again"
+        ) from error
+    except (UnicodeDecodeError, OverflowError, MemoryError) as error:
         raise ModelError(f"{path} has a corrupt header: {brief(error)}") from error
 
 
