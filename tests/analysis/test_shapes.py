@@ -61,7 +61,7 @@ def test_a_table_is_independent_and_everything_is_looked_at():
 
 def test_the_shapes_are_those_of_the_server():
     own = Serving(chunk=128, max_batch=32)
-    assert (own.chunks, own.page) == (scheduler._ALONE, PAGE)
+    assert (own.chunks, own.page) == (scheduler._MOST_CHUNKS, PAGE)
     settings = inspect.signature(Service).parameters
     assert settings["max_batch"].default == command._BATCH
 

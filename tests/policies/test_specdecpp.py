@@ -375,5 +375,5 @@ def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, h
 
     refused("was trained for", target_digest="0", target_likeness=None)
     refused("'blocks' must be a positive whole number", blocks="2")
-    refused(r"'blocks.2.weight' has shape None", blocks=3)
+    refused(r"'blocks.2.bias' has shape None", blocks=3)
     refused("holds a drafter of method 'medusa'", method="medusa")
