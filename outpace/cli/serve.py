@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import re
-import socket
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,8 +14,9 @@ from outpace.cli.drafting import known
 from outpace.cli.keys import read_keys
 from outpace.cli.options import AutoOptions, notes, option
 from outpace.config import MethodSpec, build
-from outpace.errors import ModelError, OutpaceError, RequestError
+from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
+from outpace.server.ports import check_port
 from outpace.serving.keyed import check_stores
 
 if TYPE_CHECKING:
@@ -219,25 +219,6 @@ def check_origins(origins: list[str]) -> None:
                 f"--allowed-origin {one!r:.80} is no origin; give scheme://host or scheme://host:port in "
                 "small letters, without a path, such as https://example.org"
             )
-
-
-def check_port(host: str, port: int) -> None:
-    """Listen for a moment, so that a port in use is said before a model is loaded.
-
-    Raises:
-        OutpaceError: the port is taken, or the host is none of this machine; with the system's reason.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen()
-    except (OSError, UnicodeError) as error:
-        reason = getattr(error, "strerror", None) or "no host has such a name"
-        raise OutpaceError(
-            f"cannot listen on {host} port {port}: {reason}; name another --port or --host"
-        ) from error
 
 
 def body_bytes(engine: Engine, kb: int | None) -> int:

@@ -6,7 +6,6 @@ import asyncio
 import gc
 import ipaddress
 import signal
-import socket
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +14,9 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from outpace.errors import OutpaceError
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
+from outpace.server.ports import check_port, unusable
 from outpace.serving.service import Service
 
 _LOOPBACK = frozenset({"localhost", "127.0.0.1", "[::1]"})
@@ -70,7 +69,7 @@ def serve(
     """
     limits = limits or Limits()
     try:
-        _check_free(host, port)
+        check_port(host, port)
         hosts = host_names(host, keys, allowed_hosts)
         app = create_app(
             service,
@@ -92,33 +91,13 @@ def serve(
         try:
             server.run()
         except SystemExit as error:  # how uvicorn says that another program took the port since
-            raise _unusable(host, port) from error
+            raise unusable(host, port, "another program took it") from error
         finally:
             gc.unfreeze()
             for which, handler in before.items():
                 signal.signal(which, handler)
     finally:
         service.close(drain=False)
-
-
-def _check_free(host: str, port: int) -> None:
-    """Listen for a moment, for uvicorn prints a line of its own where it cannot.
-
-    Raises:
-        OutpaceError: as ``serve``.
-    """
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as found:
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            found.bind(address)
-            found.listen()
-    except (OSError, UnicodeError) as error:
-        raise _unusable(host, port) from error
-
-
-def _unusable(host: str, port: int) -> OutpaceError:
-    return OutpaceError(f"cannot listen on {host} port {port}; name another --port or --host")
 
 
 def make_server(app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bool = False) -> uvicorn.Server:
