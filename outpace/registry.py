@@ -329,5 +329,5 @@ def load(kind: Kind, name: str) -> Any:
 def make(kind: Kind, spec: str) -> Any:
     """A verifier or policy from its spec."""
     parsed = MethodSpec.parse(spec)
-    config: type[Any] = load(kind, parsed.name).Config
-    return load(kind, parsed.name)(build(config, dict(parsed.options), f"{kind} {parsed.name!r}"))
+    cls = load(kind, parsed.name)
+    return cls(build(cls.Config, dict(parsed.options), f"{kind} {parsed.name!r}"))

@@ -46,8 +46,8 @@ class Conversation:
             raise RequestError(f"params are SamplingParams, got {type(params).__name__}")
         if self.params.n != 1:
             raise RequestError(f"a conversation has one answer per turn, got n={self.params.n}")
-        told = [] if system is None else [{"role": "system", "content": system}]
-        self.messages: list[dict[str, Any]] = [*told]
+        opening = [{"role": "system", "content": system}]
+        self.messages: list[dict[str, Any]] = [] if system is None else opening
         """The dialogue so far; only whole turns are in it."""
         self._drafter, self._reproducible = drafter, reproducible
         self._slot: int | None = None

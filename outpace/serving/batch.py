@@ -234,6 +234,7 @@ class Batch:
             return self.memory.settle(list(self.running))
         except Exception as error:
             if len(self.running) > 1:
+                LOG.warning("no memory for %d answers, so one waits: %s", len(self.running), error)
                 return False
             for row in list(self.running):
                 self._scheduler.leave(row)
