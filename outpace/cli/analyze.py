@@ -27,7 +27,7 @@ from outpace.cli.options import (
     at_least,
     epilog,
     option,
-    output,
+    writes_folder,
 )
 
 if TYPE_CHECKING:
@@ -85,9 +85,7 @@ def acceptance(
     max_new_tokens: int = option(16, "Longest answer, tokens."),
     temperature: float = option(1.0, "Of both distributions, above 0.", "-t", metavar="T"),
     as_json: bool = AS_JSON,
-    out: Path | None = output(
-        None, "Write acceptance.json and a plot into this folder.", "-o", metavar="DIR"
-    ),
+    out: Path | None = writes_folder(None, "Write acceptance.json and a plot into this folder.", "-o"),
 ) -> None:
     """Compare what verifiers keep at one position with the most that any could.
 

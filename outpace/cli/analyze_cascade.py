@@ -12,7 +12,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, option, output
+from outpace.cli.options import AS_JSON, TrainedOptions, WorkloadOptions, option, writes_folder
 from outpace.errors import RequestError
 
 EXAMPLES = """
@@ -69,7 +69,7 @@ def plan(
     max_new_tokens: int = option(64, "Tokens per answer.", least=8),
     temperature: float = option(0.0, "Of all distributions.", "-t", metavar="T"),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write METHOD.json into this folder.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write METHOD.json into this folder.", "-o"),
 ) -> None:
     """Measure how far every level's guesses are kept, and name the K that should gain most.
 

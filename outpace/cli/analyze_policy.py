@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, option, output
+from outpace.cli.options import AS_JSON, AutoOptions, WorkloadOptions, option, writes_folder
 from outpace.config import split_specs
 from outpace.errors import RequestError
 
@@ -50,7 +50,7 @@ def policy(
     only: str = option("", "Scenarios whose names hold this.", metavar="PART", shown="all"),
     measure: bool = option(False, "Answer the prompts again, and compare replay with measured speed."),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write policy.json and a plot here.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write policy.json and a plot here.", "-o"),
 ) -> None:
     """Replay policies against recorded answers on machines of several kinds.
 

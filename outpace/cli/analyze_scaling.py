@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, numbers, option, output
+from outpace.cli.options import AS_JSON, numbers, option, writes_folder
 from outpace.cli.predict import machine_of
 from outpace.errors import RequestError
 
@@ -56,7 +56,7 @@ def scaling(
     batch: int = _plan(1, "Sequences.", least=1),
     threads: int | None = option(None, "CPU threads of cpu-here.", shown="all cores", least=1),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write scaling.json and a plot into this folder.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write scaling.json and a plot into this folder.", "-o"),
 ) -> None:
     """Fit the over-training scaling law to models that were trained, and say how sure it is.
 

@@ -11,7 +11,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, output
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, writes_folder
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def tokenizers(
     dtype: str = option("auto", "With --measure: float32, bfloat16, or auto.", metavar="D"),
     threads: int | None = option(None, "CPU threads to compute with.", shown="all cores", least=1),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write tokenizers.json and plots here.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write tokenizers.json and plots here.", "-o"),
 ) -> None:
     """Show what is in vocabularies, and what the others share with the first.
 

@@ -17,7 +17,7 @@ from outpace.cli.options import (
     WorkloadOptions,
     at_least,
     option,
-    output,
+    writes_file,
 )
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
@@ -71,8 +71,8 @@ def tree(
     ),
     seed: int = option(0, "The same seed gives the same text.", metavar="S"),
     steps: int | None = option(None, "Passes to show, from the first.", metavar="K", shown="all", least=1),
-    out: Path | None = output(
-        None, "Draw into FILE.svg, or FILE.html to step through the passes.", "-o", metavar="FILE"
+    out: Path | None = writes_file(
+        None, "Draw into FILE.svg, or FILE.html to step through the passes.", "-o"
     ),
     as_json: bool = AS_JSON,
 ) -> None:
@@ -81,8 +81,6 @@ def tree(
         raise RequestError(f"--out {out}: give a file that ends in .svg or .html")
     params = SamplingParams(temperature=temperature, seed=seed, max_new_tokens=max_new_tokens)
     text = read_prompt(prompt, prompt_file)
-    if out is not None:
-        show.check_file(out)
     spec = drafting.spec or DEFAULT_DRAFTER
     engine = model.load(drafter=spec, allow_lossy=drafting.allow_lossy)
     from outpace.analysis.picture import film
@@ -144,9 +142,7 @@ def shape(
         None, "Guesses per pass.", shown="as many as pay here, by measured costs", least=1
     ),
     depth: int = option(6, "Levels, at most.", metavar="D", least=1),
-    out: Path | None = output(
-        None, "Write the tree into FILE.json, for --tree FILE.json.", "-o", metavar="FILE"
-    ),
+    out: Path | None = writes_file(None, "Write the tree into FILE.json, for --tree FILE.json.", "-o"),
     as_json: bool = AS_JSON,
 ) -> None:
     """Find the best fixed tree: which sibling is accepted how often, and what follows from it."""
@@ -154,8 +150,6 @@ def shape(
     if out is not None and out.suffix != ".json":
         raise RequestError(f"--out {out}: give a file that ends in .json")
     drafter = known(drafter)
-    if out is not None:
-        show.check_file(out)
     prompts = texts.read()
     engine = model.load(drafter="none")
 

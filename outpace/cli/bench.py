@@ -16,10 +16,9 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, add, epilog, option, output, spread
+from outpace.cli.options import AS_JSON, AutoOptions, add, epilog, option, spread, writes_file, writes_folder
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
-from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.bench.cases import Asked
@@ -113,8 +112,8 @@ def bench(
     ),
     disturb: bool = _how(False, "Measure every unit once more while another process spins on a core."),
     seed: int = _how(0, "First seed of sampled answers.", metavar="S"),
-    out: Path | None = output(None, "Write report.json, report.md and plots here.", "-o", metavar="DIR"),
-    answers: Path | None = output(None, "Write the answers as Spec-Bench does.", metavar="FILE"),
+    out: Path | None = writes_folder(None, "Write report.json, report.md and plots here.", "-o"),
+    answers: Path | None = writes_file(None, "Write the answers as Spec-Bench does."),
     as_json: bool = AS_JSON,
 ) -> None:
     """Measure methods against plain decoding, in turns, prompt by prompt.
@@ -139,10 +138,6 @@ def bench(
     named = check_peers(peers)
     rates = None if synthetic_acceptance is None else read_rates(synthetic_acceptance)
     prompts = read_workload(workload)
-    if out is not None:
-        check_writable(out)  # what cannot be written is said before the work
-    if answers is not None:
-        show.check_file(answers)
     engine = model.load(drafter="none", allow_lossy=plan.allow_lossy)
     tokenizer = engine.target.tokenizer
     if answers is not None and tokenizer is None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option
+from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option, writes_folder
 
 if TYPE_CHECKING:
     from outpace.analysis.cost import CostCurve, DraftCost
@@ -48,7 +48,7 @@ def passes(
         None, "Sequences in one pass, of one row each.", metavar="N,N,...", shown="1,2,4"
     ),
     repeat: int = option(11, "Timed rounds; medians are reported.", metavar="R", least=1),
-    out: Path | None = option(None, "Write passes.json, passes.png and passes.svg here.", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write passes.json, passes.png and passes.svg here.", "-o"),
     as_json: bool = AS_JSON,
 ) -> None:
     """Measure what a pass costs by rows, context and batch, and the floor below it.

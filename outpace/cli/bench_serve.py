@@ -14,11 +14,10 @@ import typer
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, output, whole
+from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, whole, writes_folder
 from outpace.cli.started import started
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import RequestError
-from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.bench.load_report import Report
@@ -91,7 +90,7 @@ def serve(
         "of different lengths: a quarter of --max-new-tokens at least.",
     ),
     timeout: int = _what(600, "Longest wait for the next piece of an answer, seconds.", metavar="S", least=1),
-    out: Path | None = output(None, "Write report.json, report.md and a plot here.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write report.json, report.md and a plot here.", "-o"),
     as_json: bool = AS_JSON,
 ) -> None:
     """Put load on a server, drafter by drafter in turns, and report rates, delays and texts.
@@ -120,8 +119,6 @@ def serve(
         arrivals = [Arrival(concurrency=count) for count in dict.fromkeys(counts)]
     prompts = read_workload(workload)
     key = None if api_key_file is None else read_keys((), api_key_file)[0]
-    if out is not None:
-        check_writable(out)  # what cannot be written is said before the work
     most = max((one.concurrency or 0 for one in arrivals), default=0)
     session = Session([MIXED] if mixed else specs)
     plan = Plan(

@@ -10,7 +10,7 @@ import typer
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, epilog, option, spread
+from outpace.cli.options import AS_JSON, epilog, option, spread, writes_file
 from outpace.errors import ModelError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -55,8 +55,8 @@ def _command(kind: str) -> Callable[..., None]:
             "-m",
             metavar="M",
         ),
-        out: Path | None = option(
-            None, "The file to write.", "-o", metavar="FILE", shown="where the drafter looks, if it does"
+        out: Path | None = writes_file(
+            None, "The file to write.", "-o", shown="where the drafter looks, if it does"
         ),
         as_json: bool = AS_JSON,
     ) -> None:

@@ -11,7 +11,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.audit import AuditOptions
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, option, output
+from outpace.cli.options import AS_JSON, AutoOptions, option, writes_folder
 from outpace.errors import OutpaceError, UnknownNameError
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def check(
     ),
     audit: AuditOptions,
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "With --audit: write audit.json and a plot here.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "With --audit: write audit.json and a plot here.", "-o"),
 ) -> None:
     """Check that output is lossless: distributions, code, tokens, hardware.
 

@@ -17,7 +17,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.generate import read_prompt, to_ids
-from outpace.cli.options import AutoOptions, SamplingOptions, option
+from outpace.cli.options import AutoOptions, SamplingOptions, writes_file
 from outpace.errors import RequestError
 
 if TYPE_CHECKING:
@@ -52,8 +52,8 @@ def demo(
     model: AutoOptions,
     drafting: DrafterOptions,
     sampling: SamplingOptions,
-    out: list[Path] = option(
-        [], "Write a picture (.svg) or a page that plays it (.html). Repeatable.", "-o", metavar="FILE"
+    out: list[Path] = writes_file(
+        [], "Write a picture (.svg) or a page that plays it (.html). Repeatable.", "-o"
     ),
 ) -> None:
     """Write an answer twice, plainly and speculatively, and play both side by side, at their real speeds.
@@ -63,7 +63,6 @@ def demo(
     for path in out:
         if path.suffix not in (".svg", ".html"):
             raise RequestError(f"cannot write {path}; give a name that ends in .svg or .html")
-        show.check_file(path)
     text = read_prompt(prompt, None)
     params = sampling.params()
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
 from outpace.cli.drafting import known
-from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, output
+from outpace.cli.options import AS_JSON, ModelOptions, WorkloadOptions, option, writes_folder
 
 if TYPE_CHECKING:
     from outpace.analysis.doctor.findings import Diagnosis
@@ -30,7 +30,7 @@ def doctor(
     drafter: str = option(..., "The drafter to look at.", "-d", metavar="SPEC"),
     max_new_tokens: int = option(24, "Tokens per answer.", least=8),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write doctor.json and a plot into this folder.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write doctor.json and a plot into this folder.", "-o"),
 ) -> None:
     """Find out why a drafter gains little: the drafter, the pair, or the machine.
 

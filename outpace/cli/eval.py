@@ -11,7 +11,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, AutoOptions, option, output
+from outpace.cli.options import AS_JSON, AutoOptions, option, writes_folder
 from outpace.config import DEFAULT_DRAFTER
 
 EXAMPLES = """
@@ -43,7 +43,7 @@ def evaluate(
     batch: int = option(8, "Sequences at a time.", "-b", metavar="B", least=1),
     allow_lossy: bool = option(False, "Permit drafters that change the distribution of the output."),
     as_json: bool = AS_JSON,
-    out: Path | None = output(None, "Write eval.json and a plot here.", "-o", metavar="DIR"),
+    out: Path | None = writes_folder(None, "Write eval.json and a plot here.", "-o"),
 ) -> None:
     """Score tasks with lm-evaluation-harness, plainly and with drafters: the scores must be equal.
 

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, option
+from outpace.cli.options import AS_JSON, option, writes_folder
 
 EXAMPLES = """
 Examples:
@@ -41,7 +41,7 @@ def export(
         metavar="FORMAT",
         shown="needed for a drafter",
     ),
-    out: Path = option(..., "The folder to write.", "-o", metavar="DIR"),
+    out: Path = writes_folder(..., "The folder to write.", "-o"),
     model: str = option(
         "smollm2-135m", "The model it was trained for: name, folder, GGUF file, or hub id.", "-m", metavar="M"
     ),

@@ -12,10 +12,10 @@ import typer
 from outpace.cli import show
 from outpace.cli.drafting import DrafterOptions
 from outpace.cli.explain import Told
-from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, output
+from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, output, writes_folder
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
-from outpace.files import check_writable, decoded, reading
+from outpace.files import decoded, reading
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -73,9 +73,7 @@ def generate(
         "for that the answer is read again.",
     ),
     as_json: bool = output(False, "Print one JSON object in place of the text.", "--json"),
-    out: Path | None = output(
-        None, "With --explain: write explain.json and a plot here.", "-o", metavar="DIR"
-    ),
+    out: Path | None = writes_folder(None, "With --explain: write explain.json and a plot here.", "-o"),
 ) -> None:
     """Answer a prompt. The text goes to standard output, all else to standard error."""
     params = sampling.params(n=n, logprobs=logprobs)
@@ -91,8 +89,6 @@ def generate(
     text = read_prompt(prompt, prompt_file)
     if system is not None:
         check_text(system, "--system")
-    if out is not None:
-        check_writable(out)  # what cannot be written is said before the work
     from outpace.models.measured import dtype_name
 
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)

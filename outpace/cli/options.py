@@ -20,6 +20,7 @@ import typer
 
 from outpace.cli import interrupts, show
 from outpace.errors import RequestError
+from outpace.files import check_writable
 from outpace.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +36,13 @@ _PER_CORE = 16
 
 
 def option(
-    default: Any, help: str, *names: str, shown: str | None = None, least: int | None = None, **more: Any
+    default: Any,
+    help: str,
+    *names: str,
+    shown: str | None = None,
+    least: int | None = None,
+    check: Callable[[Any], None] | None = None,
+    **more: Any,
 ) -> Any:
     """Declare an option, as the default of a parameter or of a field of an option group.
 
@@ -43,14 +50,19 @@ def option(
         default: its value where it is not given; ``...`` where it must be.
         names: short ones, or a long one that is not the parameter's own.
         shown: what the help says in place of the default.
+        least: the smallest number that it takes.
+        check: called with what was given, each one of a list, before the command begins.
     """
-    told = {"help": help, "names": names, "shown": shown, "least": least, **more}
+    told = {"help": help, "names": names, "shown": shown, "least": least, "check": check, **more}
     return field(default=MISSING if default is ... else default, metadata=told)
 
 
 model_option = partial(option, panel="Model")
 """An option about the model and its drafters."""
 output = partial(option, panel="Output")
+writes_folder = partial(output, check=check_writable, metavar="DIR")
+"""An option whose folder is written in the end, and is tried before the work begins."""
+writes_file = partial(output, check=show.check_file, metavar="FILE")
 AS_JSON = output(False, "Print one JSON object.", "--json")
 _sampling = partial(option, panel="Sampling")
 _end = partial(option, panel="Length and stopping")
@@ -63,6 +75,7 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     groups: dict[str, type] = {}
     flat: list[inspect.Parameter] = []
     least: dict[str, tuple[str, int]] = {}
+    checks: dict[str, Callable[[Any], None]] = {}
 
     def add(name: str, hint: Any, declared: Field[Any]) -> None:
         made = dict(declared.metadata)
@@ -72,6 +85,8 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
             names = (own, *names)
         if (number := made.pop("least")) is not None:
             least[name] = names[0], number
+        if (check := made.pop("check")) is not None:
+            checks[name] = check
         shown = made.pop("shown")
         made = {"metavar": "N"} | made if hint in (int, int | None) else made
         shape = typer.Option(
@@ -100,6 +115,10 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     def flattened(**values: Any) -> T:
         for name, (told, number) in least.items():
             at_least(number, told, values[name])
+        for name, check in checks.items():
+            given = values[name]
+            for one in given if isinstance(given, list) else () if given is None else (given,):
+                check(one)
         for name, group in groups.items():
             own = {one.name: values.pop(one.name) for one in dataclasses.fields(group)}
             values[name] = group(**own)

@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, numbers, option, output, use_threads
+from outpace.cli.options import AS_JSON, numbers, option, use_threads, writes_folder
 from outpace.errors import RequestError
-from outpace.files import check_writable
 
 if TYPE_CHECKING:
     from outpace.analysis.prediction.calibration import Calibration
@@ -107,8 +106,8 @@ def predict(
     calibrate_with: str = option("smollm2-135m", "Model whose passes are timed for cpu-here.", metavar="M"),
     calibrate_again: bool = option(False, "Time passes even if they were timed before."),
     as_json: bool = AS_JSON,
-    out: Path | None = output(
-        None, "Write predict.json, device.json and plots into this folder.", "-o", metavar="DIR"
+    out: Path | None = writes_folder(
+        None, "Write predict.json, device.json and plots into this folder.", "-o"
     ),
 ) -> None:
     """Predict time and memory of a model from its config, and what a drafter would gain.
@@ -116,8 +115,6 @@ def predict(
     Every operator takes its arithmetic or its memory traffic, whichever is longer, on a device that is a few
     numbers. Public records have peak figures, which no program reaches: their predictions are a bound.
     """
-    if out is not None:
-        check_writable(out)  # what cannot be written is said before the work
     from outpace.analysis.prediction import devices
     from outpace.analysis.prediction.model import CPU, read
     from outpace.analysis.prediction.report import predicted

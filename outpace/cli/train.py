@@ -66,6 +66,7 @@ def train(
         None,
         "Keep answers, features and checkpoints here; all methods share them.",
         metavar="DIR",
+        check=check_writable,
         shown="the user's data folder",
     ),
     start: Path | None = option(
@@ -111,8 +112,6 @@ def train(
         from outpace.train.install import check_destination
 
         check_destination(out)
-    if work is not None:
-        check_writable(work)
     engine = model.load(drafter="none")
 
     from outpace.train.pipeline import Pipeline, made_to_json, work_folder

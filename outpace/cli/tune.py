@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace import registry
 from outpace.cli import show
-from outpace.cli.options import AS_JSON, AutoOptions, at_least, option, output
+from outpace.cli.options import AS_JSON, AutoOptions, at_least, option, writes_file
 from outpace.config import MethodSpec, split_specs
 from outpace.errors import OutpaceError, RequestError
 
@@ -53,11 +53,10 @@ def tune(
     ),
     limit: int = _what(1, "Prompts per category, at most.", least=1),
     max_new_tokens: int = _what(64, "Tokens of every answer."),
-    out: Path | None = output(
+    out: Path | None = writes_file(
         None,
         "Write the profile here as well, with the plot beside it.",
         "-o",
-        metavar="FILE",
         shown="only where policies look for it",
     ),
     as_json: bool = AS_JSON,

@@ -68,7 +68,7 @@ OPTIONS = {
         --help --json
     """,
     "bench passes": """
-        -d -m --batches --contexts --device --drafter-anyway --drafters --dtype --help
+        -d -m -o --batches --contexts --device --drafter-anyway --drafters --dtype --help
         --json --model --out --quantize --repeat --rows --threads
     """,
     "bench serve": """
@@ -370,6 +370,37 @@ def test_start_up_imports_only_what_is_needed(arguments, heavy):
         "sys.exit(f'imported {found}' if found else code)"
     )
     assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "analyze acceptance -d early_exit",
+        "analyze cascade --theory",
+        "analyze policy --texts x",
+        "analyze scaling x",
+        "analyze shape -d eagle3",
+        "analyze tokenizers x y",
+        "analyze tree a",
+        "bench",
+        "bench passes",
+        "bench serve",
+        "check --audit refusals",
+        "demo a",
+        "doctor -d eagle3",
+        "eval",
+        "export custom-generate",
+        "generate a --explain",
+        "predict",
+        "tune",
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(outpace, monkeypatch, command):
+    monkeypatch.setattr("outpace.models.load.load_target", None)
+    ran = outpace(*command.split(), "--out", "/dev/null/a.svg")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.count("\n") == 1
+    assert "/dev/null/a.svg: Not a directory" in ran.err
 
 
 def test_output_that_cannot_be_written():
