@@ -277,6 +277,7 @@ def refusal(path: Path) -> str:
         GGUFCheckpoint(path).tokenizer()
     message = str(caught.value)
     assert "\n" not in message
+    assert message.startswith((str(path), f"{path.stem} has no tensor"))
     return message
 
 
@@ -288,6 +289,7 @@ def test_gguf_features_refused_by_name(tmp_path: Path) -> None:
         ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
         ({"llama.block_count": 3}, "no tensor 'model.layers.2"),
         ({"split.count": 2}, "one part of a set"),
+        ({"llama.embedding_length": "wide"}, "GGUF metadata: 'embedding_length' must be a positive whole"),
         ({"tokenizer.ggml.model": "t5"}, "tokenizer 't5' is not supported"),
         ({"tokenizer.ggml.pre": "grok-2"}, "pre-tokenizer 'grok-2' is not supported"),
         ({"tokenizer.ggml.merges": ["h q q"]}, "tokenizer in the GGUF metadata is corrupt"),

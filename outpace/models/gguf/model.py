@@ -3,8 +3,9 @@
 Key and tensor names follow the conversion scripts of llama.cpp.
 """
 
+import contextlib
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,20 @@ class GGUFCheckpoint(Checkpoint):
         family = header.metadata.get("general.architecture")
         if family not in FAMILIES:
             raise ModelError(f"{path}: {unsupported(family)}")
-        named = {_hf_name(name, family): place for name, place in header.places.items()}
-        self.places: dict[str, Place] = {name: place for name, place in named.items() if name}
         stretched = header.places.get("rope_freqs.weight")
         divisors = [] if stretched is None else read_tensor(stretched).tolist()
-        shapes = {name: place.shape for name, place in self.places.items()}
-        self.config = read_config(header.metadata, shapes, divisors)
+        with _naming(path):
+            named = {_hf_name(name, family): place for name, place in header.places.items()}
+            self.places: dict[str, Place] = {name: place for name, place in named.items() if name}
+            shapes = {name: place.shape for name, place in self.places.items()}
+            self.config = read_config(header.metadata, shapes, divisors)
+            self.defaults = _defaults(header.metadata)
         self._check_shapes()
-        self.defaults = _defaults(header.metadata)
 
     def tokenizer(self) -> Tokenizer:
         """Build the tokenizer from the file's metadata."""
-        return build_tokenizer(self.metadata)
+        with _naming(self.path):
+            return build_tokenizer(self.metadata)
 
     def note(self, dtype: torch.dtype, stored: bool = False) -> str | None:
         """Say what is stored, and what it becomes; see the base class."""
@@ -174,7 +177,7 @@ def read_config(
     if read.get("expert_count"):
         raise ModelError("mixtures of experts are not supported")
     if "model.embed_tokens.weight" not in shapes:
-        raise ModelError("the file has no tensor token_embd.weight, so it is not a whole model")
+        raise ModelError("it has no tensor token_embd.weight, so it is not a whole model")
     heads, hidden = read.count("attention.head_count"), read.count("embedding_length")
     layers = read.count("block_count")
     if layers > len(shapes):
@@ -223,6 +226,14 @@ def read_config(
         ropes=ropes,
         rope_of_layer=rope_of_layer,
     )
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{path}: {error}") from error
 
 
 def _hf_name(name: str, family: str) -> str | None:

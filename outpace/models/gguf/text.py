@@ -111,7 +111,7 @@ _NAMED = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_t
 def _vocabulary(metadata: Mapping[str, Any]) -> tuple[list[str], list[int]]:
     vocabulary = metadata.get("tokenizer.ggml.tokens")
     if not isinstance(vocabulary, list) or not vocabulary or not isinstance(vocabulary[0], str):
-        raise ModelError("the GGUF file holds no tokenizer (tokenizer.ggml.tokens)")
+        raise ModelError("it holds no tokenizer (tokenizer.ggml.tokens)")
     types = metadata.get("tokenizer.ggml.token_type", [1] * len(vocabulary))
     if not isinstance(types, list) or len(types) != len(vocabulary):
         raise ModelError(f"GGUF metadata: {len(vocabulary)} tokens but other token types")
