@@ -160,9 +160,7 @@ class KnownDrafter:
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> KnownDrafter:
         """Read plain data; ValueError, TypeError or KeyError if it is something else."""
-        plain: dict[str, Any] = {}
-        for name, value in data.items():
-            plain[name] = tuple(value) if isinstance(value, list) else value
+        plain: Any = {name: tuple(one) if isinstance(one, list) else one for name, one in data.items()}
         return cls(**plain)
 
 

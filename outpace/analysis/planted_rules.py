@@ -101,10 +101,12 @@ class _LightResidual(Visit):
         if self.q is None:
             super().refuse()
             return
-        mass, _ = excess(self.rest(), self.q, self.weight)
-        _, law = excess(self.rest(), self.q)
+        assert self.rest is not None
+        mass, _ = excess(self.rest.settled(), self.q, self.weight)
+        _, law = excess(self.rest.settled(), self.q)
         self._weigh(mass)
-        self._set(law or self.rest())
+        if law is not None:
+            self.rest.become(law)
 
 
 class Unweighed(Traversal):

@@ -10,7 +10,7 @@ from typing import Any
 
 from outpace.coins import later_seed
 from outpace.drafters.base import Request
-from outpace.errors import PromptTooLong, RequestError, UnknownNameError
+from outpace.errors import PromptTooLong, RequestError, UnknownNameError, shown
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
 from outpace.models.thinking import make_rule
@@ -90,21 +90,13 @@ def params_of(params: Wanted, settings: dict[str, Any], count: int) -> list[Samp
 
     Raises:
         UnknownNameError: a setting that there is not.
-        RequestError: one that is out of range, or not as many params as prompts.
+        RequestError: one that is out of range, no SamplingParams, or not as many as prompts.
     """
-    if params is not None and settings:
-        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
-    if params is None:
-        fields = SamplingParams.__dataclass_fields__
-        for name in settings:
-            if name not in fields:
-                raise UnknownNameError("setting", name, fields)
-        params = SamplingParams(**settings)
-    if isinstance(params, SamplingParams):
-        return [params] * count
-    if len(params) != count:
-        raise RequestError(f"{len(params)} params for {count} prompts; give one each, or one")
-    return list(params)
+    wanted = _wanted(params, settings)
+    each = wanted if isinstance(wanted, Sequence) else [wanted] * count
+    if len(each) != count:
+        raise RequestError(f"{len(each)} params for {count} prompts; give one each, or one")
+    return list(map(_checked, each))
 
 
 def paired(
@@ -113,14 +105,29 @@ def paired(
     settings: dict[str, Any],
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Pair prompts with their params, taking both one by one, the prompt first."""
-    if params is None or isinstance(params, SamplingParams):
-        params = repeat(params_of(params, settings, 1)[0])
-    elif settings:
-        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
-    for number, (prompt, own) in enumerate(zip(prompts, chain(params, repeat(None)), strict=False)):
+    wanted = _wanted(params, settings)
+    each = chain(wanted, repeat(None)) if isinstance(wanted, Iterable) else repeat(wanted)
+    for number, (prompt, own) in enumerate(zip(prompts, each, strict=False)):
         if own is None:
             raise RequestError(f"{number} params for more prompts; give one each, or one for all")
-        yield prompt, own
+        yield prompt, _checked(own)
+
+
+def _wanted(params: Any, settings: dict[str, Any]) -> Any:
+    if params is not None and settings:
+        raise RequestError(f"give params or settings ({', '.join(settings)}), not both")
+    if params is not None:
+        return params
+    for name in settings:
+        if name not in SamplingParams.__dataclass_fields__:
+            raise UnknownNameError("setting", name, SamplingParams.__dataclass_fields__)
+    return SamplingParams(**settings)
+
+
+def _checked(params: Any) -> SamplingParams:
+    if not isinstance(params, SamplingParams):
+        raise RequestError(f"params must be SamplingParams, got {shown(params)}; or name each setting")
+    return params
 
 
 def references_of(reference: Any, count: int) -> list[Reference | None]:

@@ -147,16 +147,13 @@ class Dynamic:
         None where all nodes stayed and kept their numbers.
         """
         if not self.chosen:
-            return (
-                Draft(tuple(self.tokens), tuple(self.parents), tuple(self._groups), tuple(self._laws)),
-                None,
-            )
+            drawn = tuple(self._groups), tuple(self._laws)
+            return Draft(tuple(self.tokens), tuple(self.parents), *drawn), None
         kept = sorted(node for node, _ in self._best())
         place = {ROOT: ROOT, **{node: i for i, node in enumerate(kept)}}
         # Created parents first, and siblings best first: the order survives the cut.
-        draft = Draft.chosen(
-            [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
-        )
+        tokens, parents = [self.tokens[node] for node in kept], [place[self.parents[node]] for node in kept]
+        draft = Draft.chosen(tokens, parents)
         return draft, None if kept == list(range(len(self.tokens))) else kept
 
     def _best(self) -> list[tuple[int, float]]:
@@ -254,9 +251,7 @@ class Dynamic:
 
     def _dear(self, worth: float, law: Law) -> bool:
         """Whether a draw is worth less than its row: it is kept about as likely as its law is sure."""
-        if not self.pays or not self.tokens:
-            return False
-        price = self.price.row(len(self.tokens))
+        price = self.price.row(len(self.tokens)) if self.pays and self.tokens else 0.0
         return price > 0.0 and worth * float(law.prob_S.max()) <= price
 
     def _left(self, node: int, law: Law) -> Law | None:
@@ -281,7 +276,5 @@ class Dynamic:
         if not picks:
             return
         at = {self.tokens[node]: node for node in range(len(self.tokens)) if self.parents[node] == parent}
+        self._groups.append(Group(parent, self.row.drawn, tuple(map(at.__getitem__, picks)), len(self._laws)))
         self._laws.append(law)
-        self._groups.append(
-            Group(parent, self.row.drawn, tuple(at[token] for token in picks), len(self._laws) - 1)
-        )

@@ -26,7 +26,7 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import excess, probs
+from outpace.verifiers.rules import ended, excess, probs
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +81,8 @@ class Block(Verifier):
                 if kept == 0 or coins.flip(mass / below if below > 0 else 1.0, kept - 1, 0):
                     break
             kept -= 1
-        emitted = (*draft.token_N[:kept], coins.choose(rest, kept - 1, -1))
-        return Verdict(tuple(range(kept)), emitted, tuple(read[: kept + 1]) if want_laws else None)
+        last = kept - 1
+        return ended(draft, last, coins.choose(rest, last, -1), read[: kept + 1] if want_laws else None)
 
     def _read(self, draft: Draft, node: int, p: Law) -> Place:
         """The position after ``node`` (ROOT, which is -1, for the first)."""

@@ -20,7 +20,7 @@ from __future__ import annotations
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual
+from outpace.verifiers.rules import ended, probs, residual
 
 
 class Chain(Verifier):
@@ -53,6 +53,4 @@ class Chain(Verifier):
                     rest = rest.without((token,)) or rest
                 break
             node += 1
-        kept = tuple(range(node + 1))
-        emitted = (*draft.token_N[: node + 1], coins.choose(rest, node, -1))
-        return Verdict(kept, emitted, tuple(read) if want_laws else None)
+        return ended(draft, node, coins.choose(rest, node, -1), read if want_laws else None)

@@ -31,16 +31,23 @@ def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     token = None if want_laws else laws.certain(ROOT)
     if token is None:
         return None
-    kept: list[int] = []
-    emitted, node = [token], ROOT
+    node = ROOT
     for child, parent in enumerate(draft.parent_N):  # children stand behind their parents
         if parent == node and draft.token_N[child] == token:
             token = laws.certain(child)
             assert token is not None, child
-            kept.append(child)
-            emitted.append(token)
             node = child
-    return Verdict(tuple(kept), tuple(emitted))
+    return ended(draft, node, token)
+
+
+def ended(draft: Draft, node: int, extra: int, read: Sequence[Law] | None = None) -> Verdict:
+    """The verdict of a walk that ended at a node and drew one more token there.
+
+    Args:
+        read: distributions along the walk, ROOT's first; None: the caller wants none.
+    """
+    emitted = (*draft.path_tokens(node), extra)
+    return Verdict(draft.path(node), emitted, None if read is None else tuple(read))
 
 
 def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdict:
@@ -53,19 +60,16 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
     if (found := certain(draft, laws, want_laws)) is not None:
         return found
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
-    kept: list[int] = []
-    emitted: list[int] = []
     read: list[Law] = []
-    node: int | None = ROOT
-    while node is not None:
+    node = ROOT
+    while True:
         law = laws.law(node)
         read.append(law)
         token = pick(law, node)
-        emitted.append(token)
-        node = child_of.get((node, token))
-        if node is not None:
-            kept.append(node)
-    return Verdict(tuple(kept), tuple(emitted), tuple(read) if want_laws else None)
+        child = child_of.get((node, token))
+        if child is None:
+            return ended(draft, node, token, read if want_laws else None)
+        node = child
 
 
 def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_laws: bool) -> Verdict:
@@ -80,7 +84,6 @@ def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_la
         want_laws: whether the verdict carries the distributions read.
     """
     child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
-    kept: list[int] = []
     read: list[Law] = []
     node = ROOT
     while True:
@@ -92,9 +95,7 @@ def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_la
             extra = coins.choose(rest, node, -1)
             child = child_of.get((node, extra))
             if child is None:
-                emitted = (*(draft.token_N[i] for i in kept), extra)
-                return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
-        kept.append(child)
+                return ended(draft, node, extra, read if want_laws else None)
         node = child
 
 

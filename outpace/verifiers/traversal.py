@@ -38,7 +38,8 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import excess, probs, trials
+from outpace.verifiers.rules import ended, excess, probs, trials
+from outpace.verifiers.tree import Rest
 
 
 @dataclass(slots=True, eq=False)
@@ -46,14 +47,9 @@ class Visit:
     node: int
     weight: float
     """Probability with which the walk is to end here or below."""
-    law: Law | None = None
-    """p after the node, before the tokens struck; None at a leaf."""
-    prob: dict[int, float] = field(default_factory=dict)
-    """Of the children's tokens under ``law``, 0 once struck."""
+    rest: Rest | None = None
+    """What refusals left of p after the node; None where it has no children to try."""
     trials: Iterator[tuple[int, Law | None]] = field(default_factory=lambda: iter(()))
-    struck: list[int] = field(default_factory=list)
-    left: float = 1.0
-    """Mass of ``law`` without the tokens struck."""
     token: int = -1
     """Of the child under trial."""
     q: Law | None = None
@@ -64,45 +60,26 @@ class Visit:
         q_x = 0.0 if q is None else probs(q, (token,))[token]
         # q(x) = 0 says that q is not what x came from: then x counts as chosen.
         self.token, self.q = token, q if q_x > 0 else None
-        p_x = self.prob[token] / self.left
+        assert self.rest is not None
+        p_x = self.rest.prob(token)
         return min(1.0, self.weight * (p_x if q_x == 0 else p_x / q_x))
 
     def refuse(self) -> None:
         """Nothing was kept below the child under trial."""
+        assert self.rest is not None
         if self.q is None:
-            mass = self.prob[self.token]
-            self._weigh(self.weight * (1 - mass / self.left))
-            if mass > 0:
-                self.prob[self.token] = 0.0
-                self.struck.append(self.token)
-                self.left = max(self.left - mass, 0.0)
-                if self.left < _LITTLE:
-                    self._set(self.rest())
+            self._weigh(self.weight * (1 - self.rest.prob(self.token)))
+            self.rest.strike(self.token)
         else:
-            mass, law = excess(self.rest(), self.q, self.weight)
+            mass, law = excess(self.rest.settled(), self.q, self.weight)
             self._weigh(mass)
             if law is not None:
-                self._set(law)
+                self.rest.become(law)
 
     def _weigh(self, mass: float) -> None:
         below = mass + 1 - self.weight
         if below > 0:  # otherwise the refusal was rounding: all was to be kept
             self.weight = mass / below
-
-    def _set(self, law: Law) -> None:
-        self.law, self.struck, self.left = law, [], 1.0
-        self.prob = probs(law, list(self.prob))
-
-    def rest(self) -> Law:
-        """What is left of p; the last token struck stays in if nothing else does."""
-        assert self.law is not None
-        if not self.struck:
-            return self.law
-        return self.law.without(self.struck) or self.law.without(self.struck[:-1]) or self.law
-
-
-_LITTLE = 2.0**-12
-"""Mass below which subtraction from 1 has lost too many digits: it is summed again."""
 
 
 class Traversal(Verifier):
@@ -128,10 +105,9 @@ class Traversal(Verifier):
             groups = draft.groups_of.get(node)
             if groups is None or visits[node]:
                 return self.visit(node, weight)
-            p = law(node)
             tokens = [draft.token_N[child] for group in groups for child in group.nodes]
             drawn = (trial for group in groups for trial in trials(draft, group))
-            return self.visit(node, weight, p, probs(p, tokens), drawn)
+            return self.visit(node, weight, Rest(law(node), tokens), drawn)
 
         path = [enter(ROOT, 1.0)]
         while True:
@@ -148,9 +124,7 @@ class Traversal(Verifier):
             else:
                 path.pop()
                 path[-1].refuse()
-        end = path[-1]
-        rest = law(end.node) if end.law is None else end.rest()
-        kept = draft.path(end.node)
-        emitted = (*(draft.token_N[i] for i in kept), coins.choose(rest, end.node, -1))
-        true = tuple(law(node) for node in (ROOT, *kept)) if want_laws else None
-        return Verdict(kept, emitted, true)
+        end = here.node
+        rest = law(end) if here.rest is None else here.rest.settled()
+        true = [law(node) for node in (ROOT, *draft.path(end))] if want_laws else None
+        return ended(draft, end, coins.choose(rest, end, -1), true)

@@ -38,7 +38,7 @@ from dataclasses import dataclass
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import certain, probs, residual, trials
+from outpace.verifiers.rules import certain, ended, probs, residual, trials
 
 _LITTLE = 2.0**-12
 """Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
@@ -70,7 +70,6 @@ class Tree(Verifier):
         self.check(draft)
         if (found := certain(draft, laws, want_laws)) is not None:
             return found
-        kept: list[int] = []
         read: list[Law] = []
         node = ROOT
         while True:
@@ -83,15 +82,13 @@ class Tree(Verifier):
             child, rest = self._pick(draft, groups, p, coins)
             if child is None:
                 break
-            kept.append(child)
             node = child
-        emitted = (*(draft.token_N[i] for i in kept), coins.choose(rest, node, -1))
-        return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
+        return ended(draft, node, coins.choose(rest, node, -1), read if want_laws else None)
 
     def _pick(self, draft: Draft, groups: Sequence[Group], p: Law, coins: Coins) -> tuple[int | None, Law]:
         """The child kept, or None and what the refusals left of p."""
         parent = groups[0].parent
-        rest = _Rest(p, [draft.token_N[i] for group in groups for i in group.nodes])
+        rest = Rest(p, [draft.token_N[i] for group in groups for i in group.nodes])
         trial = 0
         for group in groups:
             for child, q in trials(draft, group):
@@ -108,16 +105,18 @@ class Tree(Verifier):
         return None, rest.settled()
 
 
-class _Rest:
+class Rest:
     """The distribution of the next token, given that every draw so far was refused."""
 
     __slots__ = ("_law", "_left", "_prob", "_struck", "_tokens")
 
     def __init__(self, law: Law, tokens: Sequence[int]) -> None:
+        """Begin with a distribution; tokens are those whose probabilities will be asked for."""
         self._tokens = tokens
-        self._set(law)
+        self.become(law)
 
-    def _set(self, law: Law) -> None:
+    def become(self, law: Law) -> None:
+        """Take another distribution for what is left; nothing is struck from it yet."""
         self._law = law
         self._prob = probs(law, self._tokens)
         self._struck: list[int] = []
@@ -140,13 +139,14 @@ class _Rest:
         self._left -= mass
         if self._left < _LITTLE:
             # Nothing left at all: the refusal itself was rounding, so it is taken back.
-            self._set(self._law.without(self._struck) or self._law.without(before) or self._law)
+            self.become(self._law.without(self._struck) or self._law.without(before) or self._law)
 
     def subtract(self, q: Law) -> None:
         """A token drawn from q was refused."""
-        self._set(residual(self.settled(), q))
+        self.become(residual(self.settled(), q))
 
     def settled(self) -> Law:
+        """What is left, without the tokens that were struck."""
         if not self._struck:
             return self._law
         law = self._law.without(self._struck)

@@ -26,7 +26,7 @@ import torch
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs
+from outpace.verifiers.rules import ended, probs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,10 +77,8 @@ class Typical(Verifier):
             ]
         if best not in read:
             read[best] = laws.law(best)
-        kept = draft.path(best)
-        emitted = (*(draft.token_N[i] for i in kept), coins.choose(read[best], best, -1))
-        true = tuple(read[node] for node in (ROOT, *kept)) if want_laws else None
-        return Verdict(kept, emitted, true)
+        true = [read[node] for node in (ROOT, *draft.path(best))] if want_laws else None
+        return ended(draft, best, coins.choose(read[best], best, -1), true)
 
     def threshold(self, p: Law) -> float:
         entropy = float(torch.special.entr(p.prob_S).sum())

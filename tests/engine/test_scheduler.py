@@ -47,6 +47,14 @@ def test_map_takes_params_with_their_prompts(engine):
         next(engine.map(PROMPTS, asked, temperature=1.0))
 
 
+@pytest.mark.parametrize("params", [5, "warm", {"temperature": 1.0}, [{"temperature": 1.0}]], ids=repr)
+def test_params_of_another_kind_are_refused(engine, params):
+    with pytest.raises(RequestError, match="params must be SamplingParams, got"):
+        engine.generate([1, 2], [params] if isinstance(params, str) else params)
+    with pytest.raises(RequestError, match="params must be SamplingParams, got"):
+        next(engine.map([[1, 2]], params))
+
+
 def test_map_takes_prompts_one_by_one_and_answers_out_of_order(engine):
     taken = []
 

@@ -33,6 +33,7 @@ from outpace.coins import Coins
 from outpace.methods.cascade.guesses import Origin
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
+from outpace.verifiers.rules import ended
 
 
 def review(p: Law, q: Law | None, token: int, lenience: float, size: int) -> tuple[float, Law, Law]:
@@ -78,7 +79,6 @@ class Lenient(_Chain):
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
-        kept: list[int] = []
         true: list[Law] = []
         node = ROOT
         while True:
@@ -92,13 +92,11 @@ class Lenient(_Chain):
                 q = None if row is None else draft.laws[row]
                 chance, last, whole = review(p, q, draft.token_N[child], self.lenience, self.vocab_size)
                 if coins.flip(chance, node, 0):
-                    kept.append(child)
                     true.append(whole)
                     node = child
                     continue
             true.append(whole)
-            emitted = (*(draft.token_N[i] for i in kept), coins.choose(last, node, -1))
-            return Verdict(tuple(kept), emitted, tuple(true) if want_laws else None)
+            return ended(draft, node, coins.choose(last, node, -1), true if want_laws else None)
 
 
 class LenientGreedy(_Chain):
@@ -109,7 +107,6 @@ class LenientGreedy(_Chain):
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         own_N = draft.memo.prob_N if isinstance(draft.memo, Origin) else (1.0,) * len(draft)
-        kept: list[int] = []
         read: list[Law] = []
         node = ROOT
         while True:
@@ -121,8 +118,6 @@ class LenientGreedy(_Chain):
             if child is not None:
                 token = draft.token_N[child]
                 if token == likeliest or p.prob(token) > own_N[child] / self.lenience:
-                    kept.append(child)
                     node = child
                     continue
-            emitted = (*(draft.token_N[i] for i in kept), likeliest)
-            return Verdict(tuple(kept), emitted, tuple(read) if want_laws else None)
+            return ended(draft, node, likeliest, read if want_laws else None)
