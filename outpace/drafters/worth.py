@@ -144,9 +144,13 @@ class Priced(RowwiseDrafter[S]):
 
 def promise(draft: Draft) -> list[float]:
     """For every node of a draft made here, the chance that it is reached and kept."""
+    return reached(draft.memo.own_N if isinstance(draft.memo, Chances) else (), draft.parent_N)
+
+
+def reached(own_N: Sequence[float], parent_N: Sequence[int]) -> list[float]:
+    """The chance that each node is reached and kept, by what each has if its parent is kept."""
     whole: list[float] = []
-    own_N = draft.memo.own_N if isinstance(draft.memo, Chances) else ()
-    for own, parent in zip(own_N, draft.parent_N, strict=True):
+    for own, parent in zip(own_N, parent_N, strict=True):
         whole.append(own if parent == ROOT else own * whole[parent])
     return whole
 
@@ -199,28 +203,26 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
 
 def _chain(after: After[N], start: N, budget: Budget, owner: int | None) -> Draft:
     """The likeliest token after the likeliest, as far as that makes the most of a pass."""
-    expected = worth = reached = 1.0
     tokens: list[int] = []
     own: list[float] = []
-    length, node = 0, start
-    for count in range(1, min(budget.max_nodes, budget.max_rows, budget.max_depth) + 1):
+    whole: list[float] = []
+    node = start
+    for _ in range(min(budget.max_nodes, budget.max_rows, budget.max_depth)):
         found = next(iter(after(node)), None)
         if found is None:
             break
         token, chance, node = found
         chance = min(chance, 1.0)
-        reached *= chance
-        if reached < LEAST:
+        value = chance * (whole[-1] if whole else 1.0)
+        if value < LEAST:
             break
         tokens.append(token)
         own.append(chance)
-        expected += reached
-        now = expected / assumed(1 + count)
-        if now >= worth:
-            worth, length = now, count
-    return (
-        Draft.chosen(tokens[:length], memo=Chances(tuple(own[:length]), worth, owner)) if tokens else Draft()
-    )
+        whole.append(value)
+    if not tokens:
+        return Draft()
+    length, worth = _paying(whole)
+    return Draft.chosen(tokens[:length], memo=Chances(tuple(own[:length]), worth, owner))
 
 
 def _best(
@@ -236,12 +238,7 @@ def _best(
     A child never comes before its parent: it is no likelier, and it is younger.
     """
     order = sorted(range(len(tokens)), key=lambda node: -whole[node])[:most]
-    expected, worth, length = 1.0, 1.0, 0
-    for count, node in enumerate(order, 1):
-        expected += whole[node]
-        now = expected / assumed(1 + count)
-        if now >= worth:
-            worth, length = now, count
+    length, worth = _paying([whole[node] for node in order])
     order = order[:length]
     place = {ROOT: ROOT, **{node: i for i, node in enumerate(order)}}
     return Draft.chosen(
@@ -249,3 +246,14 @@ def _best(
         [place[parents[node]] for node in order],
         memo=Chances(tuple(own[node] for node in order), worth, owner),
     )
+
+
+def _paying(value_N: Sequence[float]) -> tuple[int, float]:
+    """How many of the guesses make the most of a pass, and the tokens per unit of cost that it then emits."""
+    expected, worth, length = 1.0, 1.0, 0
+    for count, value in enumerate(value_N, 1):
+        expected += value
+        now = expected / assumed(1 + count)
+        if now >= worth:
+            worth, length = now, count
+    return length, worth

@@ -206,18 +206,16 @@ class Hybrid(WrappingDrafter[_State]):
 
 def _learn(state: _State, outcome: Outcome) -> None:
     """Correct what is stated: the token that came is a draw from the target, whoever guessed it."""
-    found, emitted = state.found, outcome.verdict.emitted
+    found, emitted, said = state.found, outcome.verdict.emitted, state.planted.said
     path = found.path_of(emitted)
-    memo = found.memo
-    if isinstance(memo, Chances):
-        for depth, parent in enumerate((ROOT, *path)):
-            for node, above in enumerate(found.parent_N):
-                if above == parent and depth < len(emitted):
-                    right = found.token_N[node] == emitted[depth]
-                    state.table.learn(memo.own_N[node], right)
-                    if node in state.planted.said:
-                        stated = state.table.chance(memo.own_N[node])
-                        state.joint.learn(stated, state.planted.said[node], right)
+    came = dict(zip((ROOT, *path), emitted, strict=False))
+    own_N = found.memo.own_N if isinstance(found.memo, Chances) else ()
+    for node, (own, parent) in enumerate(zip(own_N, found.parent_N, strict=False)):
+        if parent in came:
+            right = found.token_N[node] == came[parent]
+            state.table.learn(own, right)
+            if node in said:
+                state.joint.learn(state.table.chance(own), said[node], right)
     if state.asked and not path and not outcome.verdict.censored:
         state.kept += RATE * (len(outcome.verdict.kept) - state.kept)
 

@@ -32,9 +32,10 @@ from typing import Any
 
 from torch import Tensor
 
+from outpace.drafters.worth import reached
 from outpace.tree.dynamic import MOST, Dynamic, Paths, Scale
 from outpace.tree.growth import draw
-from outpace.types import ROOT, Draft, Drawn, Group, Law
+from outpace.types import Draft, Drawn, Group, Law
 
 UNSEEN = 0.01
 """Chance of a token that is not among the head's likeliest."""
@@ -80,10 +81,7 @@ class Planted:
     @property
     def value_N(self) -> list[float]:
         """Chance that each is reached and kept."""
-        whole: list[float] = []
-        for own, parent in zip(self.own_N, self.parent_N, strict=True):
-            whole.append(own if parent == ROOT else own * whole[parent])
-        return whole
+        return reached(self.own_N, self.parent_N)
 
     def first(self, count: int) -> Planted:
         return Planted(self.token_N[:count], self.parent_N[:count], self.own_N[:count], self.joint, self.said)
