@@ -1,4 +1,4 @@
-"""Coins and settings of a step on a text that is a guess: ahead of the sequence's own.
+"""Coins, settings and outcomes of a step on a text that is a guess: ahead of the sequence's own.
 
 Whoever drafts for a draft runs steps between two steps of the target. Their text is the committed
 one and what was guessed so far. Nothing here writes to what the target's sequence owns.
@@ -11,11 +11,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from outpace.coins import Coins, Stream
 from outpace.sampling import Warp
-from outpace.types import Law
+from outpace.types import Draft, Law, Outcome, Scored, Signals, StopRule, Verdict
+
+UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
+"""Of tokens that no pass scored for the drafter that is told of them."""
+
+
+def written(fed: Sequence[int], emitted: Sequence[int], start: int, forced: bool = False) -> Outcome:
+    """What a drafter is told of tokens that came without a draft; arguments as of ``Outcome``."""
+    return Outcome(Draft(), UNSEEN, Verdict((), tuple(emitted)), tuple(fed), (), start, forced=forced)
+
+
+def goes_on(rule: StopRule | None, count: int, token: int, law: Law, logits_V: Tensor, chosen: bool) -> bool:
+    """Whether a rule, which reads guesses that are kept alone, lets a draft go on behind its last one.
+
+    Args:
+        count: guesses so far.
+        law: what the last one was drawn from.
+        logits_V: the same, as the model gave it.
+        chosen: whether the guess was chosen: then ``law`` does not say how sure the model was.
+    """
+    if rule is None:
+        return True
+    q = float(logits_V.float().softmax(0)[token]) if chosen else law.prob(token)
+    return bool(rule.more(Signals(torch.tensor([count]), torch.tensor([q]))))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

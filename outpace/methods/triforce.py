@@ -24,12 +24,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from outpace import registry
 from outpace.clock import Clocks, PassClock
 from outpace.coins import Stream
-from outpace.drafters.ahead import CoinsAhead, WarpAhead
+from outpace.drafters.ahead import CoinsAhead, WarpAhead, goes_on
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.viewing import Seeing, seeing
@@ -40,7 +38,7 @@ from outpace.models.views import MEAN, KVView, Rule
 from outpace.sampling import laws_of_batch
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import CHAIN, budget
-from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Group, Law, Outcome, Scored, Signals, Verdict
+from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Group, Law, Outcome, Scored, Verdict
 from outpace.verifiers.base import Verifier
 
 _LEVEL = 1
@@ -146,19 +144,9 @@ class Chain:
             self.tokens.append(token)
             self.warp.advance((token,))
             self.laws.append(None if self.warp.greedy else law)
-            self._ask_stop(scored, law, token, row)
+            rule, greedy = self.row.budget.stop, self.warp.greedy
+            self.stopped |= not goes_on(rule, self.count, token, law, scored.logits_TV[row], greedy)
         return Outcome(draft, scored, verdict, fed, kept, start)
-
-    def _ask_stop(self, scored: Scored, law: Law, token: int, row: int) -> None:
-        """A rule that reads kept tokens alone; what was emitted stays."""
-        rule = self.row.budget.stop
-        if rule is not None:
-            q = (
-                float(scored.logits_TV[row].float().softmax(0)[token])
-                if self.warp.greedy
-                else law.prob(token)
-            )
-            self.stopped |= not bool(rule.more(Signals(torch.tensor([self.count]), torch.tensor([q]))))
 
     @property
     def done(self) -> bool:

@@ -367,7 +367,8 @@ class Pipeline:
             if held and one.prompt
         }
         by_length = sorted(found, key=lambda ids: (len(ids), ids))
-        return by_length[:: max(1, len(by_length) // limit)][:limit]
+        count = min(limit, len(by_length))
+        return [by_length[i * len(by_length) // count] for i in range(count)]
 
 
 @torch.no_grad()
@@ -389,23 +390,36 @@ def begin_from(objective: Objective, *folders: Path) -> None:
 
 def _copy(objective: Objective, folder: Path) -> None:
     stored = read_tensors(folder)
+    row_V = _rows_of(stored, objective.target.vocab_size)
     for name, tensor in objective.named().items():
-        if name not in stored and name in objective.fresh:
+        found = stored.get(name)
+        if found is None and name in objective.fresh:
             continue
-        if name == "lm_head.weight" and {name, "d2t"} <= set(stored) and objective.vocab is not None:
-            held = vocab_map(stored, objective.target.vocab_size)
-            assert held is not None
-            place_D = held.feed_V[objective.vocab.to_target_D.cpu()]
-            both = (place_D >= 0).nonzero()[:, 0]
-            tensor[both.to(tensor.device)] = stored[name][place_D[both]].to(tensor)
-            continue
-        if name not in stored or stored[name].shape != tensor.shape:
-            shape = list(stored[name].shape) if name in stored else "missing"
-            raise ModelError(
-                f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
-                "give the settings that it was trained with, or leave --start out"
-            )
-        tensor.copy_(stored[name])
+        if found is None or found.shape[1:] != tensor.shape[1:]:
+            raise _unfit(folder, name, tensor, found)
+        if name == "lm_head.weight" and row_V is not None:
+            row_D = row_V if objective.vocab is None else row_V[objective.vocab.to_target_D.cpu()]
+            both = (row_D >= 0).nonzero()[:, 0]
+            tensor[both.to(tensor.device)] = found[row_D[both]].to(tensor)
+        elif found.shape == tensor.shape:
+            tensor.copy_(found)
+        else:
+            raise _unfit(folder, name, tensor, found)
+
+
+def _rows_of(stored: Mapping[str, Tensor], size: int) -> Tensor | None:
+    """The row of a stored unembedding for each token, -1 where it has none; None: it is for other tokens."""
+    if (held := vocab_map(stored, size)) is not None:
+        return held.feed_V
+    return torch.arange(size) if len(stored.get("lm_head.weight", ())) == size else None
+
+
+def _unfit(folder: Path, name: str, tensor: Tensor, found: Tensor | None) -> ModelError:
+    shape = "missing" if found is None else list(found.shape)
+    return ModelError(
+        f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
+        "give the settings that it was trained with, or leave --start out"
+    )
 
 
 def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:

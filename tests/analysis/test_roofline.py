@@ -228,5 +228,5 @@ def test_a_device_that_cannot_be_is_refused(wrong):
 
 
 def test_the_cache_is_smaller_than_what_is_read():
-    assert roofline._cache_bytes() >= 0
+    assert 0 <= roofline._cache_bytes() < 1 << 32
     assert roofline.machine(torch.device("cpu")).split()[-1] in ("core", "cores")

@@ -63,7 +63,6 @@ def test_growth_keeps_what_is_stored(target, cache):
     second, _ = read(target, cache, LONG)
     follows(target, cache, first, TEXT)
     follows(target, cache, second, LONG)
-    assert cache.nbytes >= 0
 
 
 def test_copies_fill_other_slots(target, cache):

@@ -412,7 +412,7 @@ def test_a_drafter_tells_how_much_it_has_to_read(engine, spec):
     before, after, length = num_uncached(engine, spec, engine.method(spec).preferred.drafter)
     assert 0 <= before <= 3 * length, "some have several models"
     if after is not None and not spec.startswith("select"):  # one member guesses, the others wait
-        assert after <= 3, "a draft has read the text"
+        assert 0 <= after <= 3, "a draft has read the text"
 
 
 @pytest.mark.parametrize("spec", METHODS)

@@ -2,6 +2,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -227,6 +228,17 @@ def test_held_out_prompts_were_not_learned_from(made):
         if not held
     }
     assert prompts and not learned & set(prompts)
+
+
+@pytest.mark.parametrize("limit", [1, 12, 16, 30, 99])
+def test_held_out_prompts_are_short_and_long(limit):
+    class Store(list):
+        held_out_S = [True] * 31
+
+    store = Store(SimpleNamespace(ids=torch.arange(length), prompt=length) for length in range(1, 32))
+    lengths = [len(one) for one in Pipeline.held_out_prompts(SimpleNamespace(store=store), limit)]
+    assert lengths == sorted(set(lengths)) and len(lengths) == min(limit, 31)
+    assert lengths[0] == 1 and (limit == 1 or lengths[-1] > 28)
 
 
 def test_without_prompts_and_answers_there_is_nothing_to_do(engine, tmp_path):

@@ -24,6 +24,7 @@ from outpace.methods.s3d.objective import S3d, S3dTraining
 from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
 from outpace.models.load import load_target
 from outpace.train.pipeline import begin_from
+from outpace.types import VocabMap
 
 KINDS = {
     "falcon": (Falcon, FalconTraining()),
@@ -73,3 +74,28 @@ def test_what_was_saved_is_where_the_next_training_begins(target, tmp_path, meth
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(first[name], untrained[name]) for name in first)
+
+
+@pytest.mark.parametrize("sizes", [(None, 60), (60, None), (60, 90)], ids=repr)
+def test_an_unembedding_of_other_tokens_gives_the_rows_of_those_that_both_have(target, tmp_path, sizes):
+    kind, config = KINDS["eagle3"]
+    maps = [None if size is None else kept(target.vocab_size, size) for size in sizes]
+    first, second = (kind.build(config, target, one) for one in maps)
+    ids = [range(target.vocab_size) if one is None else one.to_target_D.tolist() for one in maps]
+    stored = saved(first, tmp_path / "first")["lm_head.weight"]
+    before = second.named()["lm_head.weight"].clone()
+    begin_from(second, tmp_path / "first")
+    place, both = {token: row for row, token in enumerate(ids[0])}, 0
+    for row, token in enumerate(ids[1]):
+        both += token in place
+        wanted = stored[place[token]] if token in place else before[row]
+        assert torch.equal(second.named()["lm_head.weight"][row], wanted), token
+    assert 0 < both <= min(map(len, ids))
+
+
+def kept(vocab_size, count):
+    """A draft vocabulary of every ``vocab_size // count``-th token."""
+    to_target_D = torch.arange(count) * (vocab_size // count)
+    feed_V = torch.full((vocab_size,), -1)
+    feed_V[to_target_D] = torch.arange(count)
+    return VocabMap(to_target_D, feed_V)

@@ -40,6 +40,7 @@ from functools import cached_property
 from typing import Any
 
 from outpace import registry
+from outpace.cache.base import shared_prefix
 from outpace.clock import PassClock
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.parts import load_part, split_parts
@@ -180,7 +181,7 @@ class Cascade(WrappingDrafter[State]):
         for row, quotas in enumerate(k or ()):
             if row > len(speaking) or len(quotas) > len(parts) - row:
                 raise SpecError(
-                    f"{who}: k={config.k} has too many {'rows' if not quotas else 'numbers'} in "
+                    f"{who}: k={config.k} has too many {'rows' if row > len(speaking) else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
         cost, lowest = config.cost, max(1, speaking[-1].weight_bytes)
@@ -264,7 +265,7 @@ class Cascade(WrappingDrafter[State]):
 
     def num_uncached(self, state: State, tokens: Sequence[int]) -> int:
         return super().num_uncached(state, tokens) + sum(
-            len(tokens) - level.cache.length(slot)
+            len(tokens) - shared_prefix(level.cache.slot(slot).ids, tokens)
             for level, slot in zip(self.models, state.slots, strict=True)
             if level.number not in self.idle
         )

@@ -6,15 +6,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from outpace.coins import Coins, Stream
-from outpace.drafters.ahead import CoinsAhead, WarpAhead
+from outpace.drafters.ahead import CoinsAhead, WarpAhead, goes_on
 from outpace.machine import Member
 from outpace.methods.cascade.ahead import Soft
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
-from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Signals, Verdict
+from outpace.types import NOTHING, ROOT, Budget, Draft, Drawn, Group, Law, Outcome, Verdict
 from outpace.verifiers.base import Verifier
 
 if TYPE_CHECKING:
@@ -157,13 +155,8 @@ class Guesses:
                 return
             soft = self.greedy and self.lenient
             self.append(token, law, self._level, true.prob(token) if soft else 1.0)
-            stop = self.row.budget.stop
-            if stop is not None:
-                q = true.prob(token)
-                if self.greedy:  # its distribution says nothing of how sure the level was
-                    q = float(outcome.scored.logits_TV[row].float().softmax(0)[token])
-                signals = Signals(torch.tensor([self.count]), torch.tensor([q]))
-                self.stopped = not bool(stop.more(signals))
+            rule, logits_V = self.row.budget.stop, outcome.scored.logits_TV[row]
+            self.stopped = not goes_on(rule, self.count, token, true, logits_V, self.greedy)
 
     def _find_rivals(self, outcome: Outcome, law: Law) -> None:
         first, wanted = outcome.verdict.emitted[0], self.leaders - 1

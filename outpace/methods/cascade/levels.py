@@ -23,9 +23,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from outpace.clock import PassClock
+from outpace.drafters.ahead import UNSEEN, written
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.machine import Machine
 from outpace.methods.cascade.ahead import Reader
@@ -35,11 +34,8 @@ from outpace.models.base import Target
 from outpace.policies.base import Policy
 from outpace.step import step
 from outpace.tree.growth import DraftRow
-from outpace.types import ROOT, Budget, Draft, Drawn, Outcome, Scored, Verdict
+from outpace.types import ROOT, Budget, Draft, Drawn, Outcome
 from outpace.verifiers.base import Verifier
-
-_UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
-"""Of outcomes that are told again, after their pass."""
 
 
 class Level(ABC):
@@ -116,7 +112,7 @@ class LookupLevel(Level):
             if pending != outcome.start + done or not agreed:
                 continue
             fed = (outcome.fed[0], *new)[done : done + agreed]
-            told.append(Outcome(draft, _UNSEEN, verdict.cut(agreed), fed, (), pending))
+            told.append(Outcome(draft, UNSEEN, verdict.cut(agreed), fed, (), pending))
             done += agreed
         reading.judged = []
         for one in told:
@@ -231,5 +227,4 @@ class StagedDrafter(Drafter[State]):
 
 def _given(tokens: Sequence[int], start: int, new: Sequence[int]) -> Outcome:
     """Tokens that were emitted without a draft; ``tokens[start]`` was pending before them."""
-    fed = tuple(tokens[start : start + len(new)])
-    return Outcome(Draft(), _UNSEEN, Verdict((), tuple(new)), fed, (), start)
+    return written(tokens[start : start + len(new)], new, start)

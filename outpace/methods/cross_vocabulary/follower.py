@@ -13,15 +13,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
+from outpace.drafters.ahead import UNSEEN, written
 from outpace.drafters.base import Drafter
 from outpace.drafters.model_rows import ModelDrafter
 from outpace.methods.cross_vocabulary.mirror import TAIL
-from outpace.types import Draft, Outcome, Scored, Verdict
-
-_UNSEEN = Scored(torch.zeros(0, 1), (0, 0))
-"""Nobody scored these tokens by the model that the drafter drafts for."""
+from outpace.types import Draft, Outcome, Verdict
 
 
 @dataclass(slots=True, eq=False)
@@ -143,15 +139,15 @@ def _tell(lessons: _Lessons, one: News, end: int, pending: bool) -> None:
     text = tuple(one.ids[start:end])
     if one.forced or not start:
         if not pending:
-            outcome = _outcome(text, (), start, forced=True)
+            outcome = written(text, (), start, forced=True)
         elif len(text) > 1:
-            outcome = _outcome(text[:-1], text[-1:], start, forced=True)
+            outcome = written(text[:-1], text[-1:], start, forced=True)
         elif start:
-            outcome = _outcome((one.ids[start - 1],), text, start - 1)
+            outcome = written((one.ids[start - 1],), text, start - 1)
         else:
             return  # a text of one token: there is nothing to learn from it
     else:
-        outcome = _outcome((one.ids[start - 1], *text[:-1]), text, start - 1)
+        outcome = written((one.ids[start - 1], *text[:-1]), text, start - 1)
     lessons.states.append(reading.state)
     lessons.outcomes.append(outcome)
     reading.told = end
@@ -169,7 +165,7 @@ def _tell_judged(lessons: _Lessons, one: News, draft: Draft) -> None:
     lessons.outcomes.append(
         Outcome(
             draft,
-            _UNSEEN,
+            UNSEEN,
             Verdict(kept, emitted, censored=len(emitted) == len(kept)),
             (one.ids[start - 1], *emitted[:-1]),
             (0, *(node + 1 for node in kept[: len(emitted) - 1])),
@@ -177,7 +173,3 @@ def _tell_judged(lessons: _Lessons, one: News, draft: Draft) -> None:
         )
     )
     reading.told = start + len(emitted)
-
-
-def _outcome(fed: tuple[int, ...], emitted: tuple[int, ...], start: int, forced: bool = False) -> Outcome:
-    return Outcome(Draft(), _UNSEEN, Verdict((), emitted), fed, (), start, forced=forced)

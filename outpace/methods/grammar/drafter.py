@@ -25,10 +25,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import torch
-
 from outpace.coins import Stream
-from outpace.drafters.ahead import CoinsAhead, WarpAhead
+from outpace.drafters.ahead import CoinsAhead, WarpAhead, written
 from outpace.drafters.base import Drafter, Request, Traits
 from outpace.drafters.parts import load_part, split_parts
 from outpace.drafters.worth import Chances, as_own, judged, promise
@@ -37,7 +35,7 @@ from outpace.errors import SpecError
 from outpace.methods.grammar.spelling import spell
 from outpace.models.base import Target
 from outpace.tree.growth import DraftRow
-from outpace.types import ROOT, Budget, Draft, Drawn, Group, Outcome, Scored, Verdict
+from outpace.types import ROOT, Budget, Draft, Drawn, Group, Outcome
 
 USUAL, DOUBT = 0.9, 10.0
 """Chance of a usual spelling, and the guesses that it counts as before what was kept overrules it."""
@@ -149,12 +147,9 @@ class Grammar(WrappingDrafter[_State]):
             return []
         states = [row.state for row in rows]
         marks = [self.drafter.mark(state.inner) for state in states]
-        nothing = Scored(torch.empty(0, 0), (0, 0))
         # The pending token was read when it was emitted.
         read = [
-            Outcome(
-                Draft(), nothing, Verdict((), tuple(run)), (row.tokens[-1], *run[:-1]), (), len(row.tokens)
-            )
+            written((row.tokens[-1], *run[:-1]), run, len(row.tokens) - 1)
             for row, run in zip(rows, runs, strict=True)
         ]
         self.drafter.observe([state.inner for state in states], read)

@@ -46,7 +46,7 @@ from outpace.models.blocks import Form
 from outpace.models.rowwise import Norm
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
-from outpace.types import ROOT, Draft, Drawn, Feed, Resume, Riders
+from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Resume, Riders
 
 STOCK = "3x2x1"
 """The tree of a drafter whose acceptance nobody measured, and the mark of the one that was."""
@@ -106,8 +106,12 @@ class Streaming(RidingDrafter):
 
     def propose(self, rows: Sequence[DraftRow[RidingState]]) -> list[Draft]:
         """Grow drafts from the guesses that are there, if any, and hang streams below likely nodes."""
+        rows = [replace(row, budget=self._within(row.budget)) for row in rows]
         drafts = self._pruned(rows, super().propose([self.fitted(row) for row in rows]))
         return [self._ridden(row, draft) for row, draft in zip(rows, drafts, strict=True)]
+
+    def _within(self, budget: Budget) -> Budget:
+        return replace(budget, max_rows=min(budget.max_rows, self._rows - 1))
 
     def tree(self, levels: int) -> tuple[int, ...] | None:
         return self.streams.tree
@@ -147,7 +151,7 @@ class Streaming(RidingDrafter):
 
     def _ridden(self, row: DraftRow[RidingState], draft: Draft) -> Draft:
         """The draft with streams below the nodes that verification most likely ends at."""
-        room = min(self._rows - 1, row.budget.max_rows) - len(draft)
+        room = row.budget.max_rows - len(draft)
         last = self.target.max_positions - len(row.tokens)
         depths = (0, *draft.depth_N)
         fits = [node for node, depth in enumerate(depths) if depth + self.count <= last]

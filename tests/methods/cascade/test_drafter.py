@@ -388,6 +388,14 @@ def test_a_batch_is_drafted_together(engine):
     assert together[2] < apart[0][2] + apart[1][2]
 
 
+def test_guesses_that_were_refused_count_as_unread(engine):
+    unread = []
+    engine.listeners.append(lambda record: unread.extend(row.num_uncached for row in record.rows))
+    engine.generate(PROMPTS[1], drafter=f"cascade[levels={DRAFT}+max_gram k=5]", **GREEDY)
+    engine.listeners.pop()
+    assert len(unread) > 5 and min(unread) >= 0
+
+
 def test_no_slot_stays_open_and_the_lookup_keeps_no_guess(engine):
     spec = f"cascade[levels={DRAFT}+max_gram k=4,4/6]"
     cascade = engine.method(spec).drafter
@@ -516,8 +524,8 @@ def test_common_prefixes():
         (f"cascade[levels={DRAFT[:-1]} tree=2x1]]", "tree, which the whole decides"),
         (f"cascade[levels={DRAFT}+max_gram k=0/3]", "not all 0"),
         (f"cascade[levels={DRAFT}+max_gram k=3/x]", "rows of whole numbers"),
-        (f"cascade[levels={DRAFT}+max_gram k=3,4,5]", "row 1 for 2 levels"),
-        (f"cascade[levels={DRAFT}+max_gram k=3/4/5]", "row 3 for 2 levels"),
+        (f"cascade[levels={DRAFT}+max_gram k=3,4,5]", "too many numbers in row 1 for 2 levels"),
+        (f"cascade[levels={DRAFT}+max_gram k=3/4/5]", "too many rows in row 3 for 2 levels"),
     ],
 )
 def test_levels_that_do_not_fit_are_refused(engine, spec, says):

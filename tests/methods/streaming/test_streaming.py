@@ -71,6 +71,16 @@ def test_the_text_is_plain_text(engine, made, settings):
         assert sum(one.counters.drafted for one in fast) > 0
 
 
+@pytest.mark.parametrize("rows", [2, 4, 6, 13])
+def test_a_pass_has_no_more_rows_than_it_may(engine, made, rows):
+    name, _, folder = made
+    passed = []
+    engine.listeners.append(lambda record: passed.append(record.prompt or record.passed_rows))
+    engine.generate(PROMPTS[:1], drafter=f"{name}[model={folder} rows={rows} prune=0]", **LONG)
+    engine.listeners.pop()
+    assert max(passed) <= rows
+
+
 def test_what_drafts_is_what_was_trained(target, made):
     """Streams of a pass give the states of the network in training; rows of the target feel nothing."""
     name, trained, folder = made
