@@ -87,9 +87,7 @@ class Warp:
             self._allow_K = _ids(params.allowed_tokens - params.banned_tokens)
         self._bias_K = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
-        self._penalized = (
-            self._repetition != 1 or params.presence_penalty != 0 or params.frequency_penalty != 0
-        )
+        self._penalized = self._repetition != 1 or bool(params.presence_penalty or params.frequency_penalty)
         rule = rule or params.grammar
         self._matcher = None if rule is None else rule.begin()
         self._allowed: dict[tuple[int, ...], tuple[Tensor | None, int | None]] = {}
@@ -258,7 +256,7 @@ class Warp:
         self, logits_V: Tensor, path: Sequence[int], id_V: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
         """Logits after processors 1 and 2, and the target ids of the entries."""
-        x_V, drafting = as_float(logits_V), id_V is not None
+        x_V, known_V = as_float(logits_V), id_V
         allowed_V, _ = self._rule(path)
         if allowed_V is None and not self._edits(len(path)):
             return x_V, id_V
@@ -278,9 +276,11 @@ class Warp:
             self._penalize(full_V, path)
         for process in self.params.processors:
             full_V = self._processed(process, full_V, path)
+        if known_V is not None and self.params.processors:  # tokens that a drafter does not know stay out
+            full_V = torch.full_like(full_V, -math.inf).index_copy(0, known_V, full_V[known_V])
         ids = id_V if self._allow_K is None else self._allow_K.to(on)
         edited_S = full_V if ids is None else full_V[ids]
-        if drafting and not bool((edited_S > -math.inf).any()):
+        if known_V is not None and not bool((edited_S > -math.inf).any()):
             # No column may be generated. Any distribution is right: the target refuses what it gives.
             return x_V, id_V
         return edited_S, ids

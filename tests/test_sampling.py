@@ -508,3 +508,18 @@ def test_a_processor_of_another_shape_is_refused():
     warp = warp_of(processors=[lambda tokens, logits_V: logits_V[1:]])
     with pytest.raises(RequestError, match=rf"must return logits \[{V}\], got torch.Size\(\[{V - 1}\]\)"):
         warp.law(random_row(0))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("allowed", [None, [2, 3, 5, 6]])
+def test_no_processor_gives_tokens_that_a_drafter_does_not_know(temperature, allowed):
+    """Its law is that over its own tokens, whatever scores the processor invents for others."""
+    flat = lambda tokens, logits_V: torch.zeros_like(logits_V)  # noqa: E731
+    warp = warp_of(temperature=temperature, processors=[flat], allowed_tokens=allowed)
+    id_V = torch.tensor([3, 5, 7])
+    law = warp.law(torch.randn(3), (), id_V)
+    some = {3, 5} if allowed else {3, 5, 7}
+    drawn = {token for token, prob in zip(law.ids.tolist(), law.prob_S.tolist(), strict=True) if prob > 0}
+    assert drawn <= some and (drawn == some or temperature == 0)
+    (tokens,), _ = warp.ranking(torch.randn(1, 3), [()], 8, id_V)
+    assert set(tokens) == some

@@ -56,7 +56,7 @@ class SharedWarp(Warp):
         inside_S = id_S >= 0
         if bool(inside_S.all()):
             return Law(law.prob_S, id_S)
-        # Settings that allow only some tokens list them all, with probability 0 where not shared.
+        # Settings that allow only some tokens list them all; those that are not shared have probability 0.
         return Law(law.prob_S[inside_S], id_S[inside_S])
 
     def ranking(
