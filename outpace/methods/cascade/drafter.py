@@ -17,9 +17,9 @@ target; ten by the lookup for the model. What is left out is 0, so ``5/10`` is p
 Without ``k`` the text decides at every step (`outpace.methods.cascade.choice`): a long match of the lookup
 is followed and the models rest, a model begins where matches are short, and what does not pay is left out.
 
-Every guess of a model has exactly that model's distribution, whatever drafted for it. It is handed up as q; so
-any verifier works, at any temperature. With a tree (``tree=4x1x1x1``) the candidates for the first token are
-the model's best, or drawn from the same distribution; one goes on as the chain, others with the lookup's words.
+Every guess of a model has exactly that model's distribution, whatever drafted for it. It is handed up as q,
+so any verifier works. With a tree (``tree=4x1x1x1``) the candidates for the first token are the model's best,
+or drawn from that distribution; one goes on as the chain, others with the lookup's words.
 
 With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
