@@ -11,6 +11,7 @@ trained drafter is one as well:
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -202,11 +203,9 @@ def _read(text: str, hint: Any) -> Any:
     if type(None) in options and text == "none":
         return None
     kind = next(o for o in options if o is not type(None))
-    if kind is bool:
-        if text not in ("true", "false"):
-            raise ValueError
-        return text == "true"
-    return kind(text)
+    if (kind is bool and text not in ("true", "false")) or (kind is float and not math.isfinite(float(text))):
+        raise ValueError
+    return text == "true" if kind is bool else kind(text)
 
 
 def _kind(hint: Any) -> str:

@@ -105,6 +105,8 @@ def paired(
     settings: dict[str, Any],
 ) -> Iterator[tuple[Prompt, SamplingParams]]:
     """Pair prompts with their params, taking both one by one, the prompt first."""
+    if isinstance(prompts, str):
+        raise RequestError(f"prompts are the one text {shown(prompts)}; give a list")
     wanted = _wanted(params, settings)
     each = chain(wanted, repeat(None)) if isinstance(wanted, Iterable) else repeat(wanted)
     for number, (prompt, own) in enumerate(zip(prompts, each, strict=False)):

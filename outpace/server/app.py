@@ -252,7 +252,8 @@ def create_app(
             CORSMiddleware,
             allow_origins=list(origins),
             allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type"],
+            allow_headers=["*"],  # public clients tell much of themselves
+            expose_headers=["Retry-After", "X-Request-Id", "Request-Id"],
         )
     app.add_middleware(Stopping)
     app.add_middleware(Counting, meters=server.meters, routes=app.routes)

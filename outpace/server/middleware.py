@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import secrets
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
@@ -54,9 +55,13 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        number = secrets.token_hex(16).encode()
+        scope["number"] = number.decode()
+
         async def send_safely(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message.get("headers", []), *SAFE]
+                own = [(name, number) for name in (b"x-request-id", b"request-id")]
+                message["headers"] = [*message.get("headers", []), *SAFE, *own]
             await send(message)
 
         try:
@@ -83,7 +88,9 @@ class Guard:
         if caller is None and scope["path"] not in OPEN:
             raise ApiError(
                 401,
-                "this server needs a key; send Authorization: Bearer KEY",
+                "this server does not know this key; send another one"
+                if given.partition(b" ")[2].strip()
+                else "this server needs a key; send Authorization: Bearer KEY",
                 headers={"WWW-Authenticate": "Bearer"},
             )
         scope["caller"] = caller or ""
@@ -226,7 +233,7 @@ class Defects:
         except Exception as error:
             if scope["type"] != "http" or begun:
                 raise  # too late for an answer: the connection ends
-            found = from_defect(f"{scope['method']} {scope['path']}", error)
+            found = from_defect(f"{scope['method']} {scope['path']} {scope.get('number', '')}", error)
             await refusal(scope["path"], found)(scope, receive, send)
 
 

@@ -140,19 +140,19 @@ class BodyParser:
         if (body.prompt is None) == (body.messages is None):
             raise ApiError(400, "give prompt or messages, one of the two", "prompt")
         if body.messages is not None:
-            return self._messages(body, body.messages, body.tools)
+            ids = self._messages(body, body.messages, body.tools)
+            self._check_lengths([ids], None, "messages")
+            return ids
         assert body.prompt is not None
         encoded: list[int] = self.tokenizer.encode(
             body.prompt, special=body.add_special_tokens, most=self._most
         )
-        if len(encoded) > self._most:
-            raise PromptTooLong(self._most, len(encoded))
+        self._check_lengths([encoded], None, "prompt")
         return encoded
 
     def detokenize(self, body: DetokenizeBody) -> str:
         self.check_model(body.model)
-        if len(body.tokens) > self._most:
-            raise too_long(str(PromptTooLong(self._most, len(body.tokens))), "tokens")
+        self._check_lengths([body.tokens], None, "tokens")
         wrong = max(body.tokens, default=0)
         if wrong >= self.target.vocab_size:
             raise ApiError(

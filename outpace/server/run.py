@@ -111,7 +111,7 @@ def make_server(app: FastAPI, *, host: str, port: int, limits: Limits, quiet: bo
             log_level="error" if quiet else "info",
             access_log=False,
             server_header=False,
-            limit_concurrency=limits.connections,
+            limit_concurrency=limits.connections + 1,  # it counts the one that asks
             timeout_keep_alive=30,
             timeout_graceful_shutdown=max(1, round(limits.grace_seconds)),
             lifespan="off",

@@ -124,9 +124,16 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _few_fields(cls, value: Any) -> Any:
-        if isinstance(value, dict) and len(value) > MOST_FIELDS:
+        """Refuse very many fields; those that are null and may be left out are left out."""
+        if not isinstance(value, dict):
+            return value
+        if len(value) > MOST_FIELDS:
             raise ValueError(f"an object has at most {MOST_FIELDS} fields, and this one {len(value)}")
-        return value
+        if None not in value.values():
+            return value
+        fields = cls.model_fields
+        usual = {name for name, one in fields.items() if not one.is_required() and one.default is not None}
+        return {name: one for name, one in value.items() if one is not None or name not in usual}
 
 
 class StreamOptions(Body):

@@ -25,7 +25,7 @@ from outpace.params import SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
 from outpace.train.progress import Say, Tick
-from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_prompt
+from outpace.train.speed import LIKELY, decode_seconds, ids_within, row_seconds, typical_prompt
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
@@ -166,6 +166,12 @@ def generate_answers(
     plans = store.manifest["about"].get("plans", [])
     which = next((i for i, one in enumerate(plans) if one["plan"] == plan), len(plans))
     if which == len(plans):
+        if plans and store.answer_tokens >= config.tokens:
+            say(
+                f"{folder} holds {store.answer_tokens} answer tokens by other prompts or settings; to add to "
+                "them give more --tokens, to begin anew another --work"
+            )
+            return store
         store.note(plans=[*plans, {**(about or {}), "plan": plan}])
     work = _Work(engine, prompts, store, config, say, which * PLAN)
     engine.listeners.append(work.count)
@@ -284,11 +290,11 @@ class _Work:
                 self.number += 1
                 if self.first + ask.number in self.done:
                     continue
-                ids = ids or self.engine.encode(self.prompts[ask.prompt].messages)
-                if len(ids) > self.config.max_prompt:
+                found = ids or ids_within(self.engine, self.prompts[ask.prompt], self.config.max_prompt)
+                if found is None:
                     self._skip(ask)
-                    ids = ()
                     continue
+                ids = found
                 self.asked.append((ask, ids))
                 params.append(self._params(ask))
             if not params:

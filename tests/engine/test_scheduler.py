@@ -45,6 +45,8 @@ def test_map_takes_params_with_their_prompts(engine):
         list(engine.map(PROMPTS, asked[:2], batch=2))
     with pytest.raises(RequestError, match="not both"):
         next(engine.map(PROMPTS, asked, temperature=1.0))
+    with pytest.raises(RequestError, match="the one text 'abc'; give a list"):
+        next(engine.map("abc"))
 
 
 @pytest.mark.parametrize("params", [5, "warm", {"temperature": 1.0}, [{"temperature": 1.0}]], ids=repr)

@@ -250,7 +250,7 @@ def test_errors_reach_the_client_in_its_form(messenger, address):
     assert caught.value.body["error"]["type"] == "not_found_error"
     with (
         anthropic.Anthropic(base_url=address, api_key="wrong", max_retries=0) as stranger,
-        pytest.raises(anthropic.AuthenticationError, match="needs a key"),
+        pytest.raises(anthropic.AuthenticationError, match="does not know this key"),
     ):
         stranger.messages.create(model="tiny", max_tokens=2, messages=HI)
 

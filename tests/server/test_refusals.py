@@ -528,6 +528,12 @@ def test_further_hosts_and_origins(service):
         asked = {"Origin": origin, "Access-Control-Request-Method": "POST"}
         answer = Client(app).request("OPTIONS", CHAT, headers=asked)
         assert (answer.headers.get("Access-Control-Allow-Origin") == origin) == allowed
+    public = {
+        **asked,
+        "Origin": "https://a.example",
+        "Access-Control-Request-Headers": "x-stainless-os,x-api-key",
+    }
+    assert Client(app).request("OPTIONS", CHAT, headers=public).status_code == 200
     plain = create_app(service, name="tiny", limits=LIMITS)
     assert (
         "Access-Control-Allow-Origin" not in Client(plain, Origin="https://a.example").get("/health").headers
@@ -552,3 +558,48 @@ def test_a_key_has_so_many_answers_at_a_time(engine):
         assert done[0].status_code == 200
         for key in ("one", "two"):
             assert Client(app, Authorization=f"Bearer {key}").post(COMPLETION, body).status_code == 200
+
+
+def test_null_counts_as_not_given(client):
+    for body in (
+        {"prompt": "ab", "echo": None, "return_token_ids": None, "ignore_eos": None},
+        {"prompt": "ab", "stream": True, "stream_options": {"include_usage": None}},
+        {"prompt": "ab", "speculation": {"detailed": None, "trace": None}},
+    ):
+        assert client.post(COMPLETION, {"model": "tiny", "max_tokens": 2, **body}).status_code == 200, body
+    client.refused(COMPLETION, {"model": "tiny", "prompt": None})
+
+
+@pytest.mark.parametrize("field", ["detailed", "trace"])
+def test_other_forms_of_chats_refuse_what_they_do_not_tell(client, field):
+    more = {"model": "tiny", "stream": True, "speculation": {field: True}}
+    said = [{"role": "user", "content": "ab"}]
+    client.refused("/v1/messages", {"messages": said, "max_tokens": 2, **more})
+    client.refused("/v1/responses", {"input": said, **more})
+
+
+def test_prompts_that_are_too_long_are_no_shorter_as_tokens(service):
+    app = create_app(service, name="tiny", limits=Limits(prompt_tokens=4, request_seconds=20))
+    client = Client(app)
+    for path, body in (
+        ("/tokenize", {"prompt": "a b c d e f g h"}),
+        ("/tokenize", {"messages": [{"role": "user", "content": "a b c d e f g h"}]}),
+        ("/detokenize", {"tokens": [1, 2, 3, 4, 5]}),
+    ):
+        answer = client.post(path, {"model": "tiny", **body})
+        assert answer.status_code == 400 and "at most 4" in answer.json()["error"]["message"], body
+
+
+def test_every_response_has_a_number(service, client):
+    numbers = set()
+    for answer in (client.get("/health"), client.get("/nowhere"), client.post(CHAT, {})):
+        assert answer.headers["x-request-id"] == answer.headers["request-id"]
+        numbers.add(answer.headers["x-request-id"])
+    assert len(numbers) == 3
+
+
+def test_a_wrong_key_is_not_called_a_missing_one(service):
+    app = create_app(service, name="tiny", keys=["one"], limits=LIMITS)
+    assert "needs a key" in Client(app).get("/v1/models").text
+    for headers in ({"Authorization": "Bearer two"}, {"X-Api-Key": "two"}):
+        assert "does not know this key" in Client(app, **headers).get("/v1/models").text

@@ -255,3 +255,20 @@ def test_what_does_not_fit_is_refused(engine, tmp_path, whole):
         GenerateConfig(greedy=2)
     with pytest.raises(ValueError, match="batch must be at least 1"):
         GenerateConfig(batch=0)
+
+
+def test_other_prompts_that_add_nothing_are_not_noted(engine, whole, tmp_path):
+    folder, told = tmp_path / "full", []
+    shutil.copytree(whole.folder, folder)
+    same = generate_answers(engine, PROMPTS[1:], folder, SMALL, about={"command": "y"}, say=told.append)
+    assert contents(same) == contents(whole)
+    assert [work["command"] for work in same.manifest["about"]["plans"]] == ["x"]
+    assert any("by other prompts or settings" in str(one) for one in told)
+
+
+def test_a_prompt_longer_than_the_context_is_left_out(engine, tmp_path):
+    too_long = replace(PROMPTS[0], messages=({"role": "user", "content": "word " * 20_000},))
+    config = replace(SMALL, tokens=60)
+    made = generate_answers(engine, [too_long, *PROMPTS], tmp_path, config, say=quiet)
+    assert made.answer_tokens >= 60
+    assert max(one.prompt for one in made) <= config.max_prompt

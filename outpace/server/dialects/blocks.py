@@ -78,6 +78,12 @@ class BlockWriter(ChatWriter):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.wanted.detailed or self.wanted.traced:
+            raise ApiError(
+                400,
+                "speculation.detailed and speculation.trace are for completions and chats; leave them out",
+                "speculation",
+            )
         self.blocks = Blocks()
 
     def told(self, what: Happened, block: Block, new: str) -> Iterator[Json]:
