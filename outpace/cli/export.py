@@ -10,6 +10,7 @@ import typer
 
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, option, writes_folder
+from outpace.errors import RequestError
 
 EXAMPLES = """
 Examples:
@@ -58,6 +59,8 @@ def export(
     Heads for vLLM and SGLang, draft models for everything that loads a Llama.
     """
     if source == "custom-generate":
+        if form is not None:
+            raise RequestError(f"custom-generate has no formats; leave --format {form} out")
         from outpace.hf import write_folder
 
         _say(write_folder(out), source, as_json)

@@ -141,6 +141,8 @@ def serve(
         raise RequestError(f"--learn-share must be in [0, 1), got {learn_share:g}")
     if not 0 <= port < 1 << 16:
         raise RequestError(f"--port must be in 0 to 65535, got {port}")
+    if thinking_mark and len(thinking_mark) not in (2, 3):
+        raise RequestError(f"--thinking-mark is given two or three times, got {len(thinking_mark)}")
     SamplingParams(thinking_marks=tuple(thinking_mark or ()))  # refuses what are no marks
     check_origins(allowed_origin or [])
     keys = read_keys(api_key or [], api_key_file)

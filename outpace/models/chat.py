@@ -131,6 +131,8 @@ def _text_of(part: Any, number: int) -> str:
     text = part.get("text") if isinstance(part, Mapping) else None
     if not isinstance(text, str) or part.get("type", "text") != "text":
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+        if kind == "text":
+            raise RequestError(f"message {number} has a part of type 'text' without a text; give it")
         raise RequestError(f"message {number} has a part of type {kind!r}; only text is supported")
     return text
 

@@ -89,14 +89,17 @@ def read_corpus(
         name, _, licence = given.partition("::")
         path = Path(name).expanduser()
         kept: list[CorpusPrompt] = []
+        count = 0
         for messages in read(path):
+            count += 1
             question = _plain(messages[-1]["content"])
             if question in seen or any(text in question for text in banned):
                 continue
             seen.add(question)
             kept.append(CorpusPrompt(messages=messages, source=len(sources)))
         if not kept:
-            raise RequestError(f"{path} gives no prompt that is not there already; leave it out")
+            why = "that is not there already" if count else "at all"
+            raise RequestError(f"{path} gives no prompt {why}; leave it out")
         digest = hashlib.sha256(path.read_bytes()).hexdigest()
         sources.append(Source(name=path.name, sha256=digest, prompts=len(kept), licence=licence or None))
         files.append(_shuffled(kept))

@@ -90,7 +90,7 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     computed = max(0, min(read, tokens) - there // max(per_token, 1))
     if read > tokens:  # later epochs find on disk what had room there
         computed += round((read - tokens) * (1 - room / max(tokens * per_token, 1)))
-    rows = data.max_prompt + data.max_new_tokens
+    rows = data.max_prompt + data.max_new_tokens if missing > 0 else 0
     return Estimate(
         answers=answers,
         tokens=tokens,

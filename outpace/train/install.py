@@ -22,7 +22,7 @@ def check_destination(out: Path) -> None:
     """
     where = f"cannot put a drafter at {out}"
     way = "name another folder, one that is not there yet, with --out"
-    if out.is_mount():
+    if out.resolve().is_mount():
         raise RequestError(f"{where}: it is a mount, which cannot be replaced; {way}")
     if out.is_dir():
         # What a killed process left unfinished is no loss.

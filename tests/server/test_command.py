@@ -24,9 +24,9 @@ from outpace.serving.keyed import check_stores
         (["--api-key-file", "nowhere.txt"], "cannot read --api-key-file nowhere.txt"),
         (["--host", "no such host"], "cannot listen on no such host port 0"),
         (["--drafter", "suffix[store=past]", "--api-key", "k"], "or add --share-across-keys"),
-        (["--thinking-mark", "a"], "thinking_marks must be two texts, or three, got ('a',)"),
+        (["--thinking-mark", "a"], "--thinking-mark is given two or three times, got 1"),
         (["--thinking-mark", "a", "--thinking-mark", ""], "thinking_marks must hold non-empty strings"),
-        (["--thinking-mark", "a"] * 4, "thinking_marks must be two texts, or three"),
+        (["--thinking-mark", "a"] * 4, "--thinking-mark is given two or three times, got 4"),
         (["--drafter", "suffix[verifier=nope]"], "unknown verifier 'nope'"),
         *(
             (["--allowed-origin", origin], f"--allowed-origin {origin!r} is no origin; give scheme://host")

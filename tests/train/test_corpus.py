@@ -67,7 +67,7 @@ def test_an_answer_that_is_known_opens_a_conversation(tmp_path):
         ("a.jsonl", '{"wrong": 1}', "row 1 has keys wrong; need messages"),
         ("a.jsonl", '{"prompt": "x"}\n{', "line 2 is no JSON"),
         ("a.json", "[1]", "row 1 is no JSON object"),
-        ("a.txt", "\n", "gives no prompt"),
+        ("a.txt", "\n", "gives no prompt at all"),
         ("a.txt", b"a\xff\xfe", r"not UTF-8 text \(byte 1\)"),
     ],
 )
