@@ -29,19 +29,19 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.views import KVView, NarrowGroup
 
-_BLOCK = 128
+BLOCK = 128
 """Positions whose values are summed in one product."""
 _STEP = 64
 """Keys come in multiples of this."""
 _LONGEST = 192
 """Most terms of a product that are known to be added in order."""
-_LEAST = 4
+LEAST = 4
 """Fewest rows of a product."""
 _LANES = 16
 """Columns that a processor handles at once, at most."""
 _ROWS = 64
 """Most rows of one slot in one product; longer feeds are cut, and early rows see fewer keys."""
-_LOG2E = 1 / math.log(2)
+LOG2E = 1 / math.log(2)
 
 _GROUP_COST, _ROW_COST = 700, 0.25
 """Time of a group of products, and of another row beside a key's own reading, in units of
@@ -81,8 +81,8 @@ class Span:
     def strays(self) -> Iterator[tuple[int, int]]:
         """Storage rows of the tail that lie outside their block, each with the block's start."""
         for i, depth in enumerate(self.depths):
-            row, home = self.base + i, (self.base + depth) // _BLOCK * _BLOCK
-            if home != row // _BLOCK * _BLOCK and row < home + _LONGEST:
+            row, home = self.base + i, (self.base + depth) // BLOCK * BLOCK
+            if home != row // BLOCK * BLOCK and row < home + _LONGEST:
                 yield row, home
 
     @property
@@ -220,7 +220,7 @@ class _Group:
         self.query_view, self.sum_view = asked(self.query), asked(self.sum)
         self.shares_view = asked(self.shares)
         # Scores are powers of 2: exp2 takes half the time of exp.
-        self.scale = shape.scale * (_LOG2E if shape.softcap is None else 1.0)
+        self.scale = shape.scale * (LOG2E if shape.softcap is None else 1.0)
         self.sights = {w: _Sight(whole, cache, spans, count, w) for w in whole.windows}
 
     def attend(self, layer: int, window: int | None) -> None:
@@ -232,7 +232,7 @@ class _Group:
         weight = sight.weight
         torch.bmm(self.query, sight.keys[layer], out=weight)
         if cap is not None:
-            weight.div_(cap).tanh_().mul_(cap * _LOG2E)
+            weight.div_(cap).tanh_().mul_(cap * LOG2E)
         sight.masked.add_(sight.mask)
         torch.amax(weight, -1, keepdim=True, out=self.top)
         weight.sub_(self.top).exp2_()
@@ -251,7 +251,7 @@ class _Group:
 
 def _height(spans: list[Span], shape: HeadShape) -> int:
     """M of a group: enough for a product that keeps its order."""
-    return max(_LEAST, shape.group * max(len(span.stored) for span in spans))
+    return max(LEAST, shape.group * max(len(span.stored) for span in spans))
 
 
 def _grouped(spans: list[Span]) -> Iterator[list[Span]]:
@@ -285,7 +285,7 @@ class _Sight:
         stop, start = max(span.reach for span in spans), 0
         if window is not None:
             lowest = min(min(span.positions) for span in spans) - window + 1
-            start = max(0, lowest) // _BLOCK * _BLOCK
+            start = max(0, lowest) // BLOCK * BLOCK
         columns, slots = range(start, stop), range(spans[0].slot, spans[-1].slot + 1)
         self.keys = cache.keys(slots, columns)
         size = (len(spans) * shape.kv, _height(spans, shape), stop - start)
@@ -354,11 +354,11 @@ def _blocks(spans: list[Span], columns: range) -> Iterator[tuple[range, Tensor |
     homes = None
     if moved:
         homes = torch.arange(columns.start, columns.stop).repeat(len(spans), 1)
-        homes.sub_(homes % _BLOCK)
+        homes.sub_(homes % BLOCK)
         for i, column, home in moved:
             homes[i, column] = home
-    for low in range(columns.start, columns.stop, _BLOCK):
-        high, member = min(low + _BLOCK, columns.stop), None
+    for low in range(columns.start, columns.stop, BLOCK):
+        high, member = min(low + BLOCK, columns.stop), None
         if homes is not None:
             own = (homes == low).any(0).nonzero()
             if len(own) == 0:

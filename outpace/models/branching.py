@@ -18,13 +18,10 @@ from torch import Tensor
 
 from outpace.kernels.compiled import library
 from outpace.models.attention import Span
-from outpace.models.fused import tell
+from outpace.models.fused import UNIT_ROWS, tell
 from outpace.models.levels import Level, Start
 from outpace.models.operations import NONE
 from outpace.models.room import Piece
-
-_QUERIES = 24
-"""Query rows that read keys together, as in a pass of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -166,7 +163,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         logits=level.logits,
         width=width,
         stride=level.columns,
-        tall=max(1, _QUERIES // level.heads.group),
+        tall=max(1, UNIT_ROWS // level.heads.group),
         window=window.buffer_info()[0],
         look=level.views[0].looks.buffer_info()[0],
         position=position.buffer_info()[0],

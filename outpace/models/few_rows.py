@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import BLOCK, LEAST, LOG2E, HeadShape, Span
 from outpace.models.fused import fits
 
-BLOCK, LEAST, LOG2E = 128, 4, 1 / math.log(2)
-"""As in `outpace.models.attention`: positions per product, rows per product, units of scores."""
 _FEW = 16
 """Most rows that are attended to without the preparations that many rows pay for."""
 

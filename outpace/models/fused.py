@@ -28,14 +28,12 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache, Layout
 from outpace.kernels.compiled import DTYPES, LANES, library
-from outpace.models.attention import Attention, HeadShape, Span
+from outpace.models.attention import BLOCK, Attention, HeadShape, Span
 from outpace.models.operations import Call
 from outpace.models.room import Piece
 from outpace.models.rope import Rotation
 from outpace.models.views import Choice, KVView
 
-BLOCK = 128
-"""Positions of a unit of work."""
 _CHUNK, _CHOICE, _LOOK = 14, 20, 16
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
@@ -45,7 +43,7 @@ _KEPT, _SLACK = 1 << 20, 1 << 14
 """Numbers of memory more than a pass needs, with which it is kept, and with which it is made."""
 _AHEAD = 64
 """Rows by which texts grow before levels are looked at anew."""
-_ROWS = 24
+UNIT_ROWS = 24
 """Query rows of a unit that are aimed at: a key that was read serves them all."""
 
 
@@ -204,7 +202,7 @@ class View:
         """
         shape, told, layout = self._shape, self.told, cache.layout
         self._held, self._levels = [], ()
-        tall = 1 if levels else max(1, _ROWS // shape.group)
+        tall = 1 if levels else max(1, UNIT_ROWS // shape.group)
         attending = spans if attending is None else attending
         self.looks = attends = self._looks(spans, cache)
         if attending is not spans:

@@ -25,6 +25,6 @@ def ancestors(parents: Sequence[int]) -> Tensor:
     return seen_JJ
 
 
-def is_chain(parents: Sequence[int], start: int = 0) -> bool:
-    """Whether every row hangs from the row before it; the first hangs from ``start - 1``."""
-    return all(parent == start + i - 1 for i, parent in enumerate(parents))
+def is_chain(parents: Sequence[int]) -> bool:
+    """Whether every row hangs from the row before it; the first one from -1."""
+    return all(parent == i - 1 for i, parent in enumerate(parents))

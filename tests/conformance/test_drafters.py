@@ -117,7 +117,7 @@ def chains():
     score = engine.target.score
 
     def of_chains(feeds, *args, **more):
-        assert all(is_chain(feed.parent_J, feed.parent_J[0] + 1) for feed in feeds)
+        assert all(is_chain([row - feed.parent_J[0] - 1 for row in feed.parent_J]) for feed in feeds)
         return score(feeds, *args, **more)
 
     engine.target.can -= {TREE}

@@ -16,6 +16,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ def overlap(target: Tokenizer, draft: Tokenizer, texts: Sequence[Sequence[int]])
                 run.append(spelled)
                 continue
             written = source.encode(b"".join(run))
-            ends = set(_sums([piece.size for piece in written]))
-            own = _sums([len(one) for one in run])
+            ends = set(accumulate(piece.size for piece in written))
+            own = list(accumulate(map(len, run)))
             tokens += len(run)
             kept += sum(one in both for one in run)
             borders += max(0, len(run) - 1)
@@ -208,7 +209,7 @@ def _mirrored(
         totals.append(sum(mirror.sizes) + mirror.held)
     if by_tokens:  # shared tokens are taken as they stand, and stay
         return mirror.ids, counts
-    sums_J = [0, *_sums(mirror.sizes)]
+    sums_J = [0, *accumulate(mirror.sizes)]
     places = [bisect_right(sums_J, total) - 1 for total in totals]
     return mirror.ids, [
         place if sums_J[place] == total and place > 0 else None
@@ -284,11 +285,3 @@ def _logits(model: Target, ids: Sequence[int], start: int, more: bool = False) -
     rows = tuple(range(start - 1, len(ids) - (not more)))
     with torch.inference_mode():
         return model.score([Feed.chain(cache.open(), tuple(ids), want=rows)], cache).logits_TV.clone()
-
-
-def _sums(sizes: Sequence[int]) -> list[int]:
-    out, total = [], 0
-    for size in sizes:
-        total += size
-        out.append(total)
-    return out
