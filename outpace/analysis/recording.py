@@ -14,6 +14,7 @@ A draft cut at a depth is taken to be the first levels of the deeper one.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import time
@@ -208,64 +209,67 @@ def _one(
 ) -> Text:
     """Record one answer, which the target gives or which is known."""
     teachers = [spec for spec, one in methods.items() if one.drafter.traits.previews]
-    plain = engine.method("none")
-    slot = engine.cache.open()
-    row = engine.start_sequence(
-        request, slot, plain, engine.verifier(plain, request.params.temperature != 0.0)
-    )
-    begun = {spec: engine.start_sequence(request, slot, one, one.verifier) for spec, one in methods.items()}
-    states = {spec: one.all_members[spec].state for spec, one in begun.items()}
-    budgets = {spec: largest(one) for spec, one in methods.items()}
-    row.members = row.all_members = {
-        spec: Member(states[spec], budget, row.verifier) for spec, budget in budgets.items()
-    }
-    whole = row.cut
-    if answer is None:
-        row.cut = lambda verdict: whole(_first(verdict))  # type: ignore[method-assign]
-    else:
-        row.cut = lambda verdict: whole(_given(verdict, answer[row.new_tokens]))  # type: ignore[method-assign]
-    drafters = {spec: one.drafter for spec, one in methods.items()}
-    machine = Machine(engine.target, engine.cache, drafters, _Teach(teachers[0] if teachers else None))
-    scheduler = Scheduler(machine)
-    scheduler.join(row)
-    made: dict[str, dict[int, list[tuple[Draft, int]]]] = {spec: {} for spec in methods}
     previews: dict[str, list[tuple[float, ...]]] = {spec: [] for spec in teachers}
+    made: dict[str, dict[int, list[tuple[Draft, int]]]] = {spec: {} for spec in methods}
     passes = {spec: one.drafter.clock.count for spec, one in methods.items()}
     places: list[int] = []
-    try:
+    with contextlib.ExitStack() as stack:
+        row, scheduler = _begun(engine, methods, request, stack)
+        whole = row.cut
+        if answer is None:
+            row.cut = lambda verdict: whole(_first(verdict))  # type: ignore[method-assign]
+        else:
+            row.cut = lambda verdict: whole(_given(verdict, answer[row.new_tokens]))  # type: ignore[method-assign]
         while row.reading and not row.finished:
             scheduler.advance()
         while not row.finished:
             places.append(len(row.tokens))
             for spec, one in methods.items():
-                _ask(machine, row, spec, one, made[spec], previews.get(spec), timed)
+                _ask(scheduler.machine, row, spec, one, made[spec], previews.get(spec), timed)
             with torch.inference_mode():
                 scheduler.advance()
-    finally:
-        for spec, one in methods.items():
-            one.drafter.end(states[spec])
-        engine.cache.close(slot)
-    return Text(
-        name,
-        kind,
-        len(request.prompt),
-        {
-            spec: Recorded(
-                budgets[spec],
-                one.drafter.clock.count > passes[spec],
-                tuple(previews[spec]) if spec in previews else None,
-                {
-                    nodes: tuple(
-                        _guess(draft, levels, row.tokens[at:])
-                        for (draft, levels), at in zip(drafts, places, strict=True)
-                    )
-                    for nodes, drafts in made[spec].items()
-                },
-                taught(spec, engine.target, TUNING.text / 2).get(spec),
-            )
-            for spec, one in methods.items()
-        },
+    recorded = {
+        spec: Recorded(
+            row.members[spec].budget,
+            one.drafter.clock.count > passes[spec],
+            tuple(previews[spec]) if spec in previews else None,
+            {
+                nodes: tuple(
+                    _guess(draft, levels, row.tokens[at:])
+                    for (draft, levels), at in zip(drafts, places, strict=True)
+                )
+                for nodes, drafts in made[spec].items()
+            },
+            taught(spec, engine.target, TUNING.text / 2).get(spec),
+        )
+        for spec, one in methods.items()
+    }
+    return Text(name, kind, len(request.prompt), recorded)
+
+
+def _begun(
+    engine: Engine,
+    methods: Mapping[str, SingleMethod],
+    request: GenerationRequest,
+    stack: contextlib.ExitStack,
+) -> tuple[ActiveSequence, Scheduler]:
+    """A sequence that every drafter follows, and what runs it; the stack ends what was begun."""
+    plain, slot = engine.method("none"), engine.cache.open()
+    stack.callback(engine.cache.close, slot)
+    row = engine.start_sequence(
+        request, slot, plain, engine.verifier(plain, request.params.temperature != 0.0)
     )
+    members: dict[str, Member] = {}
+    for spec, one in methods.items():
+        state = engine.start_sequence(request, slot, one, one.verifier).all_members[spec].state
+        stack.callback(one.drafter.end, state)
+        members[spec] = Member(state, largest(one), row.verifier)
+    row.members = row.all_members = members
+    drafters = {spec: one.drafter for spec, one in methods.items()}
+    teacher = next((spec for spec, one in methods.items() if one.drafter.traits.previews), None)
+    scheduler = Scheduler(Machine(engine.target, engine.cache, drafters, _Teach(teacher)))
+    scheduler.join(row)
+    return row, scheduler
 
 
 def _first(verdict: Verdict) -> Verdict:

@@ -288,11 +288,9 @@ def error(guess: CostCurve, truth: CostCurve) -> float:
     return sum(off) / len(off)
 
 
-def measure_device(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> Device:
+def measure_device(dtype: torch.dtype, device: torch.device) -> Device:
     """The machine's two numbers, with the threads that torch has now."""
-    return Device(
-        name=machine(device), peak=flop_rate(dtype, device, repeat), bandwidth=read_bandwidth(device, repeat)
-    )
+    return Device(name=machine(device), peak=flop_rate(dtype, device), bandwidth=read_bandwidth(device))
 
 
 def read_bandwidth(device: torch.device, repeat: int = _REPEAT) -> float:
@@ -302,12 +300,12 @@ def read_bandwidth(device: torch.device, repeat: int = _REPEAT) -> float:
     return buffer.nbytes / _seconds_of(lambda: buffer.sum(), device, repeat)
 
 
-def flop_rate(dtype: torch.dtype, device: torch.device, repeat: int = _REPEAT) -> float:
+def flop_rate(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP per second of a product of 512 rows with a square matrix, packed where that works."""
     width = 8192 if device.type == "cuda" else 2048
     linear = Linear(torch.full((width, width), 0.5, dtype=dtype, device=device))
     x_TI = torch.full((512, width), 0.5, dtype=dtype, device=device)
-    return 2 * x_TI.numel() * width / _seconds_of(lambda: linear(x_TI), device, repeat)
+    return 2 * x_TI.numel() * width / _seconds_of(lambda: linear(x_TI), device, _REPEAT)
 
 
 def medians(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -163,7 +163,11 @@ def _speedup(figure: Any, report: Report) -> bool:
 
 def _acceptance(figure: Any, report: Report) -> bool:
     """A line per method over the depth of the guess."""
-    rows = [row for row in report.get("rows", ()) if any(_numbers(row.get("acceptance_by_depth")))]
+    rows = [
+        row
+        for row in report.get("rows", ())
+        if any(one is not None for one in row.get("acceptance_by_depth") or ())
+    ]
     if not rows:
         return False
     figure.set_size_inches(7.5, 4.6)
@@ -394,7 +398,3 @@ def _text(text: str, width: int = _LABEL) -> str:
 def _marker(index: int) -> str:
     """Another marker for every method, and for the same colour when colours come again."""
     return MARKERS[(index + index // len(COLOURS)) % len(MARKERS)]
-
-
-def _numbers(values: Sequence[float | None] | None) -> list[bool]:
-    return [value is not None for value in values or ()]

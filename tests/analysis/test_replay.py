@@ -169,3 +169,13 @@ def test_every_part_of_auto_is_left_out_by_name():
     constants = ablation.variants(constants=True)
     assert len(constants) == 1 + 2 * len(Tuning.__slots__)
     assert judge.judge(texts, constants, only="rows one by one")
+
+
+def test_a_recording_that_fails_leaves_nothing_open(monkeypatch):
+    engine = Engine.load("tiny", drafter="none")
+    drafter, ended = engine.method("suffix").preferred.drafter, []
+    monkeypatch.setattr(drafter, "end", ended.append)
+    monkeypatch.setattr(recording, "_ask", lambda *more: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        recording.record(engine, [("p", "chat", (1, 2, 1, 2, 3))], ["suffix"], max_new_tokens=12)
+    assert engine.cache.open() == 0 and len(ended) == 1, "the first slot is free again"
