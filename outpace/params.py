@@ -191,7 +191,7 @@ class SamplingParams:
             RequestError: a default is outside its range.
         """
         fill: dict[str, Any] = {}
-        for name, neutral in _NEUTRAL.items():
+        for name, neutral in NEUTRAL.items():
             if getattr(self, name) is None:
                 value = getattr(defaults, name, None)
                 fill[name] = neutral if value is None else value
@@ -210,7 +210,7 @@ class SamplingParams:
         full = self.resolved(defaults)
         taken = {
             name: getattr(full, name)
-            for name, neutral in _NEUTRAL.items()
+            for name, neutral in NEUTRAL.items()
             if getattr(self, name) is None and getattr(full, name) != neutral
         }
         if full.temperature == 0:  # truncation around the likeliest token changes nothing
@@ -251,8 +251,9 @@ _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
     "banned_tokens": _IDS,
     "stop_token_ids": _IDS,
 }
-_NEUTRAL = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
-_OPTIONAL = {*_NEUTRAL, "seed", "logprobs", "thinking_token_budget"}
+NEUTRAL: dict[str, Any] = dict(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, repetition_penalty=1.0)
+"""Settings that change nothing, given in place of those that a model recommends."""
+_OPTIONAL = {*NEUTRAL, "seed", "logprobs", "thinking_token_budget"}
 _RANGES: dict[str, tuple[bool, str, Callable[[Any], bool]]] = {
     "temperature": (False, "a finite number of at least 0", lambda x: x >= 0),
     "top_k": (True, "at least 1, or 0 or -1 for all", lambda x: x >= -1),

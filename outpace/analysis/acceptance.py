@@ -27,7 +27,7 @@ from outpace.coins import Coins, KeyedCoins, Stream
 from outpace.config import MethodSpec
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError, UnknownNameError
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.k_seq import discount
@@ -319,13 +319,7 @@ def measure(
         for seed, prompt in enumerate(prompts):
             tick(str(spec), 0)
             params = SamplingParams(
-                temperature=temperature,
-                top_p=1.0,
-                top_k=0,
-                min_p=0.0,
-                repetition_penalty=1.0,
-                max_new_tokens=max_new_tokens,
-                seed=seed,
+                **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, seed=seed
             )
             engine.generate(list(prompt), params, drafter=str(single), reproducible=False)
             if report.positions == 0 and max_new_tokens > 2:

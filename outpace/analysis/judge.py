@@ -17,7 +17,7 @@ from outpace.analysis.recording import Text
 from outpace.analysis.replay import Device, Replay, best_choice, whole
 from outpace.analysis.scenarios import scenarios
 from outpace.engine.engine import Engine
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.policies.base import Policy
 from outpace.types import StepRecord
 
@@ -129,9 +129,7 @@ def reality(
     method = f"auto[drafters={'+'.join(names)} policy={spec}]"
     steps: dict[str, list[StepRecord]] = {name: [] for name in ("none", *names, method)}
     for ids, text in zip(asked, texts, strict=True):
-        params = SamplingParams(
-            temperature=0.0, repetition_penalty=1.0, max_new_tokens=text.positions + 1, ignore_eos=True
-        )
+        params = SamplingParams(**NEUTRAL, max_new_tokens=text.positions + 1, ignore_eos=True)
         for name, own in steps.items():
 
             def listen(record: StepRecord, own: list[StepRecord] = own) -> None:

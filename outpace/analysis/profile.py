@@ -35,7 +35,7 @@ from outpace.engine.method import Method
 from outpace.errors import OutpaceError, RequestError
 from outpace.models.base import Target
 from outpace.models.measured import dtype_name, kept, machine, store
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.types import CostCurve, KnownDrafter, StepRecord
 
 PLAIN = "none"
@@ -239,9 +239,7 @@ def _answer(engine: Engine, spec: str, one: Asked, max_new_tokens: int) -> _Answ
             steps.append(record)
 
     # Neutral, whatever the model recommends: acceptance is that of its own likeliest tokens.
-    params = SamplingParams(
-        temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens, ignore_eos=True
-    )
+    params = SamplingParams(**NEUTRAL, max_new_tokens=max_new_tokens, ignore_eos=True)
     engine.listeners.append(listen)
     try:
         result = engine.generate(list(one.ids), params, drafter=spec, reference=one.reference)

@@ -39,7 +39,7 @@ from outpace.errors import RequestError
 from outpace.files import parse_json, write_whole
 from outpace.machine import Machine, Member
 from outpace.models.base import TREE
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.policies.arms import sizes_to_weigh
 from outpace.policies.base import Policy, PolicyRow, within
 from outpace.policies.tuning import TUNING
@@ -154,7 +154,7 @@ def record(
     if not asked or not methods:
         raise RequestError(f"need a prompt and a drafter, got {len(asked)} and {len(methods)}")
     params = SamplingParams(
-        temperature=temperature, repetition_penalty=1.0, max_new_tokens=max_new_tokens, ignore_eos=True
+        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True
     )
     texts = []
     for name, kind, ids in asked:

@@ -10,7 +10,7 @@ from outpace.bench.records import Case
 from outpace.bench.workloads import Prompt
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ def _turns(
 ) -> list[tuple[int, ...]]:
     """Prompts of all turns, up to the first that has no room."""
     turns, answers = [ids], list[str]()
-    greedy = SamplingParams(temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens)
+    greedy = SamplingParams(**NEUTRAL, max_new_tokens=max_new_tokens)
     while len(turns) <= len(prompt.turns):
         answers.append(engine.generate(turns[-1], greedy, drafter="none").text)
         following = encode(engine, prompt.after(answers))

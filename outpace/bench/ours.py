@@ -17,7 +17,7 @@ from outpace.engine.method import Method
 from outpace.engine.requests import GenerationRequest, check
 from outpace.engine.results import Result
 from outpace.models.measured import dtype_name
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.types import StepRecord
 
 _PROC = Path("/proc/self")
@@ -79,11 +79,7 @@ class Ours:
         ready = []
         for index, case in enumerate(unit):
             params = SamplingParams(
-                temperature=settings.temperature,
-                top_k=0,
-                top_p=1.0,
-                min_p=0.0,
-                repetition_penalty=1.0,
+                **NEUTRAL | {"temperature": settings.temperature},
                 max_new_tokens=settings.max_new_tokens,
                 ignore_eos=settings.ignore_eos,
                 seed=case.seed,

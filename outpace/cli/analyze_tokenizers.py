@@ -120,10 +120,10 @@ def _measured(
     found: list[dict[str, Any]] = []
     engine = model.load(drafter="none")
     from outpace.models.load import load_beside
-    from outpace.params import SamplingParams
+    from outpace.params import NEUTRAL, SamplingParams
 
     asked = workload.pick(engine, prompts, settings["max_new_tokens"])
-    params = SamplingParams(**settings, repetition_penalty=1.0, top_p=1.0, top_k=0, min_p=0.0)
+    params = SamplingParams(**NEUTRAL | settings)
     entries = registry.entries("pair")
     parts = len(entries) * len(others) * 5 + 1
     with show.progress(parts, "parts") as tick:

@@ -21,7 +21,7 @@ import numpy as np
 
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
 from outpace.train.progress import Say, Tick
@@ -312,11 +312,7 @@ class _Work:
     def _params(self, ask: Ask) -> SamplingParams:
         """Settings of an answer. Neutral where a model has its own wishes."""
         return SamplingParams(
-            temperature=ask.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repetition_penalty=1.0,
+            **NEUTRAL | {"temperature": ask.temperature},
             max_new_tokens=self.config.max_new_tokens,
             stop_when=loops,
             seed=ask.seed,

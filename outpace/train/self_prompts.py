@@ -18,7 +18,7 @@ from typing import Any
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError
 from outpace.files import parse_json, write_whole
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import Message
 from outpace.train.progress import Say, Tick
 
@@ -238,11 +238,7 @@ def _written(
     """What follows the prompts and came to an end by itself, as (index, text). A number says the coins."""
     params = (
         SamplingParams(
-            temperature=config.temperature,
-            top_k=0,
-            top_p=1.0,
-            min_p=0.0,
-            repetition_penalty=1.0,
+            **NEUTRAL | {"temperature": config.temperature},
             max_new_tokens=config.max_new_tokens,
             stop=() if end is None else (end,),
             seed=(config.seed << 32) + number,

@@ -22,7 +22,7 @@ from outpace.drafters.base import Drafter, Request
 from outpace.engine.engine import Engine
 from outpace.errors import LogitsError
 from outpace.models.base import TAPS, Target
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Budget, Draft, Drawn, Feed, Outcome, Scored, Verdict
@@ -100,9 +100,7 @@ def answers(
 
     Memory: these features of all tokens, and logits for those of the answers.
     """
-    params = SamplingParams(
-        temperature=0.0, repetition_penalty=1.0, max_new_tokens=max_new_tokens, ignore_eos=True
-    )
+    params = SamplingParams(**NEUTRAL, max_new_tokens=max_new_tokens, ignore_eos=True)
     results = engine.generate([list(ids) for ids in prompts], params, drafter="none")
     return [
         read(engine.target, (*ids, *result.tokens), len(ids), taps)

@@ -33,7 +33,7 @@ from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.drafter import read_k as read_k
 from outpace.methods.cascade.tally import Counts, Note, Part, note_parts, noted
-from outpace.params import SamplingParams
+from outpace.params import NEUTRAL, SamplingParams
 from outpace.types import CostCurve, StepRecord
 
 LENIENCES = (1.0, 2.0, 4.0)
@@ -190,7 +190,9 @@ def measure(
     Raises:
         RequestError: nothing was drafted.
     """
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
+    params = SamplingParams(
+        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
+    )
     loaded = engine.method(f"cascade[levels={levels}]").preferred.drafter
     assert isinstance(loaded, Cascade)
     k = probe_k(len(loaded.models), loaded.lookup is not None)
@@ -347,7 +349,9 @@ def speedup(
     tick: Callable[[str, int], None] = lambda part, prompts: None,
 ) -> list[Measured]:
     """Measure drafters against plain decoding; all run in turn on every prompt."""
-    params = SamplingParams(temperature=temperature, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0)
+    params = SamplingParams(
+        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
+    )
     spent = {spec: _Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
     below: dict[str, list[_Passes]] = {spec: [] for spec in spent}
