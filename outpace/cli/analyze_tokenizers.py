@@ -123,7 +123,7 @@ def _measured(
     from outpace.params import NEUTRAL, SamplingParams
 
     asked = workload.pick(engine, prompts, settings["max_new_tokens"])
-    params = SamplingParams(**NEUTRAL | settings)
+    params = SamplingParams(**{**NEUTRAL, **settings})
     entries = registry.entries("pair")
     parts = len(entries) * len(others) * 5 + 1
     with show.progress(parts, "parts") as tick:
