@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import HeadShape
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
@@ -67,13 +66,7 @@ class OneLayer:
         layer = {name: one for name, one in tensors.items() if name.startswith(LAYER)}
         layer.setdefault(f"{LAYER}input_layernorm.weight", torch.ones(config.hidden_size))
         self.block = read_block(LayersOnly(config, layer, name="layer"), 0, form)
-        self.heads = HeadShape(
-            config.num_kv_heads,
-            config.num_heads // config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-        )
+        self.heads = config.head_shape
         self.rotation = Rotation(config.ropes[config.rope_of_layer[0]], form.device)
         self.activation = config.activation
 

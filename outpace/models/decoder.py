@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from outpace.cache.base import KVCache
 from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import Span
 from outpace.models.base import EMBEDDINGS, HEAD, KV_READ, LAYERS, TAPS, TREE, VIEWS, Target
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
@@ -82,13 +82,7 @@ class Decoder(Target):
         """What it was read from: tensors one at a time, by Hugging Face name."""
         self._blocks, self._ends, self._turns = blocks, ends, turns
         self._attends = tuple(block.attends for block in blocks)
-        self._shape = HeadShape(
-            config.num_kv_heads,
-            config.num_heads // config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-        )
+        self._shape = config.head_shape
         self._layers = Layers(blocks, turns, self._shape, config.activation, self._between)
         if any(rope.kind == "dynamic" for rope in config.ropes):
             self.why_shorter = ENDS_DYNAMIC

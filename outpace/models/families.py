@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from outpace.errors import ModelError, shown
+from outpace.models.attention import HeadShape
 from outpace.models.fields import MOST, MOST_LAYERS, Fields, token_ids
 from outpace.models.rope import Rope
 
@@ -154,6 +155,14 @@ class DecoderConfig:
             )
         if self.head_dim % 2:
             raise ModelError(f"head width {self.head_dim} is odd and cannot be rotated")
+
+    @property
+    def head_shape(self) -> HeadShape:
+        """Heads of its attentions, and how their scores become weights."""
+        group = self.num_heads // self.num_kv_heads
+        return HeadShape(
+            self.num_kv_heads, group, self.head_dim, self.attention_scale, self.attention_softcap
+        )
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Give every tensor the decoder reads, by Hugging Face name, with its shape."""

@@ -22,6 +22,10 @@ Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
 """(groups of a node, target distribution after it) -> the drawn child kept, or None and what is left of
 the distribution."""
 
+_LITTLE = 2.0**-12
+"""Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
+there with about this probability, so the pass costs nothing on average."""
+
 
 def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     """The one verdict there can be where all distributions are one-hot; None where they may not be.
@@ -158,3 +162,52 @@ def probs(law: Law, tokens: Sequence[int]) -> dict[int, float]:
         return {token: law.prob(token) for token in tokens}
     token_K = torch.tensor(tokens, device=law.prob_S.device)
     return dict(zip(tokens, law.at(token_K).tolist(), strict=True))
+
+
+class Rest:
+    """The distribution of the next token, given that every draw so far was refused."""
+
+    __slots__ = ("_law", "_left", "_prob", "_struck", "_tokens")
+
+    def __init__(self, law: Law, tokens: Sequence[int]) -> None:
+        """Begin with a distribution; tokens are those whose probabilities will be asked for."""
+        self._tokens = tokens
+        self.become(law)
+
+    def become(self, law: Law) -> None:
+        """Take another distribution for what is left; nothing is struck from it yet."""
+        self._law = law
+        self._prob = probs(law, self._tokens)
+        self._struck: list[int] = []
+        """Tokens that the distribution still holds but that were refused."""
+        self._left = 1.0
+        """Mass of the distribution without them."""
+
+    def prob(self, token: int) -> float:
+        """Probability of a token that was named at the start."""
+        return self._prob[token] / self._left
+
+    def strike(self, token: int) -> None:
+        """A chosen token was refused: it does not come."""
+        mass = self._prob[token]
+        if mass == 0:
+            return
+        before = self._struck
+        self._struck = [*before, token]
+        self._prob[token] = 0.0
+        self._left -= mass
+        if self._left < _LITTLE:
+            # Nothing left at all: the refusal itself was rounding, so it is taken back.
+            self.become(self._law.without(self._struck) or self._law.without(before) or self._law)
+
+    def subtract(self, q: Law) -> None:
+        """A token drawn from q was refused."""
+        self.become(residual(self.settled(), q))
+
+    def settled(self) -> Law:
+        """What is left, without the tokens that were struck."""
+        if not self._struck:
+            return self._law
+        law = self._law.without(self._struck)
+        assert law is not None, (self._struck, self._left)
+        return law

@@ -38,8 +38,7 @@ from typing import ClassVar
 from outpace.coins import Coins
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import ended, excess, probs, trials
-from outpace.verifiers.tree import Rest
+from outpace.verifiers.rules import Rest, ended, excess, probs, trials
 
 
 @dataclass(slots=True, eq=False)

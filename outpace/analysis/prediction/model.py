@@ -20,7 +20,6 @@ import torch
 from outpace.analysis.roofline import Device, Held, Op, Widths, op_table, seconds
 from outpace.drafters.trained import decoder_from_json, is_drafter
 from outpace.errors import ModelError, UnknownNameError
-from outpace.models.attention import HeadShape
 from outpace.models.blocks import head_name
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -226,13 +225,7 @@ def _plan(
     cache: str,
 ) -> Planned:
     compiled = kind == CPU and works()
-    shape = HeadShape(
-        config.num_kv_heads,
-        config.num_heads // config.num_kv_heads,
-        config.head_dim,
-        config.attention_scale,
-        config.attention_softcap,
-    )
+    shape = config.head_shape
     if cache == "auto":
         cache = dtype_name(dtype if kind == METAL else cache_dtype(shape, dtype, torch.device(kind)))
     holder = _Holder(config, places, form, dtype, kind, compiled)

@@ -33,7 +33,6 @@ from outpace.coins import Coins
 from outpace.methods.cascade.guesses import Origin
 from outpace.types import ROOT, Draft, Drawn, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import ended
 
 
 def review(p: Law, q: Law | None, token: int, lenience: float, size: int) -> tuple[float, Law, Law]:
@@ -96,7 +95,8 @@ class Lenient(_Chain):
                     node = child
                     continue
             true.append(whole)
-            return ended(draft, node, coins.choose(last, node, -1), true if want_laws else None)
+            emitted = (*draft.path_tokens(node), coins.choose(last, node, -1))
+            return Verdict(draft.path(node), emitted, tuple(true) if want_laws else None)
 
 
 class LenientGreedy(_Chain):
@@ -120,4 +120,5 @@ class LenientGreedy(_Chain):
                 if token == likeliest or p.prob(token) > own_N[child] / self.lenience:
                     node = child
                     continue
-            return ended(draft, node, likeliest, read if want_laws else None)
+            emitted = (*draft.path_tokens(node), likeliest)
+            return Verdict(draft.path(node), emitted, tuple(read) if want_laws else None)

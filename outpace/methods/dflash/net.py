@@ -37,7 +37,7 @@ from torch import Tensor
 
 from outpace.cache.dense import DenseCache
 from outpace.drafters.last_state import unit
-from outpace.models.attention import HeadShape, Span
+from outpace.models.attention import Span
 from outpace.models.base import Target
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
@@ -165,7 +165,7 @@ class BlockNet:
         """The layers as a list of operations; the first rows are context, the last ones blocks."""
         config = self.shape.decoder
         kv = config.num_kv_heads
-        shape = HeadShape(kv, config.num_heads // kv, config.head_dim, config.attention_scale, None)
+        shape = config.head_shape
         plan = Plan(shape, self._rotation)
         stream = plan.copy(plan.lent(config.hidden_size))
         x, heads = plan.behind(stream, _CONTEXT, WANTED), plan.fresh((shape.queries + 2 * kv) * shape.width)

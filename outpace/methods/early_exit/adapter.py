@@ -25,7 +25,6 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.models.attention import HeadShape
 from outpace.models.base import Target
 from outpace.models.blocks import Form, paired
 from outpace.models.families import DecoderConfig
@@ -79,13 +78,7 @@ class Adapter:
         quantize: str | None = None,
     ) -> None:
         self.config, self.dtype, self.device = config, target.dtype, target.device
-        self._heads = HeadShape(
-            config.num_kv_heads,
-            config.num_heads // config.num_kv_heads,
-            config.head_dim,
-            config.attention_scale,
-            config.attention_softcap,
-        )
+        self._heads = config.head_shape
         self._rotation = Rotation(config.ropes[0], self.device)
 
         form = Form(target.dtype, target.device, packed, quantize)
