@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import time
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +30,7 @@ from outpace.files import parse_json, write_whole
 from outpace.models.base import Target
 from outpace.train.capture import KV, alike, compute, needed, passes, width_of
 from outpace.train.manifest import SHARD, read_manifest
-from outpace.train.progress import Say, Tick
+from outpace.train.progress import Reporter, Say
 from outpace.train.tokens import TokenSequence
 
 VERSION = 2
@@ -44,7 +43,7 @@ _FORM = {
 """What the manifest has to hold."""
 SHARD_BYTES = 64 << 20
 _SPARE = 1 << 30  # bytes of the disk that features leave free
-_FEW, _SAY_EVERY = 64, 10.0  # texts computed together, in order; seconds between reports
+_FEW = 64  # texts computed together, in order
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,16 +155,15 @@ class FeatureStore:
         Raises:
             ModelError: features that are not finite.
         """
-        began = told = time.perf_counter()
+        reporter = Reporter("features", "texts", say)
         missing = [one for one in texts if not self._has(one)]
         for first in range(0, len(missing), _FEW):
             if not self._fits:
                 return
             self.ensure(missing[first : first + _FEW])
-            now, done = time.perf_counter(), min(first + _FEW, len(missing))
-            if now - told > _SAY_EVERY or done == len(missing):
-                told = now
-                say(Tick("features", done, len(missing), "texts", done / (now - began)))
+            reporter.late(first + _FEW, len(missing))
+        if missing:
+            reporter.now(len(missing), len(missing))
 
     @property
     def _fits(self) -> bool:

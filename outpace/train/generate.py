@@ -24,7 +24,7 @@ from outpace.errors import RequestError
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
-from outpace.train.progress import Say, Tick
+from outpace.train.progress import Reporter, Say, Tick
 from outpace.train.speed import LIKELY, decode_seconds, ids_within, row_seconds, typical_prompt
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
@@ -34,7 +34,6 @@ PLAN = 1 << 40
 LOOP_TOKENS, LOOP_PERIOD = 64, 32
 """An answer loops if its last so many tokens repeat a period of at most so many."""
 _LOOK_EVERY = 16  # tokens
-_SAY_EVERY = 10.0  # seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -205,14 +204,15 @@ class _Work:
         self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # in the order of their beginning
         self.answers, self.number, self.skipped = len(store), 0, 0
         self.done = set(store.number_S.tolist())
-        self.began = self.told = self.flushed = time.perf_counter()
+        self.flushed = time.perf_counter()
+        self.reporter = Reporter("generating", "tokens", say, self.kept)
 
     def run(self) -> None:
         if self.kept < self.config.tokens:
             self.say(Tick("generating", self.kept, self.config.tokens, "tokens", self._likely_rate()))
         while self.kept < self.config.tokens:  # again where answers were shorter than those before
             self._round()
-        self._tell()
+        self.reporter.now(self._done, self.config.tokens)
 
     def _round(self) -> None:
         first = len(self.asked)
@@ -247,14 +247,12 @@ class _Work:
     def count(self, record: StepRecord) -> None:
         """Count what a step emitted, and tell how far the work is now and then."""
         self.emitted += sum(len(row.emitted) for row in record.rows)
-        if time.perf_counter() - self.told > _SAY_EVERY:
-            self._tell()
+        self.reporter.late(self._done, self.config.tokens)
 
-    def _tell(self) -> None:
-        self.told = time.perf_counter()
-        rate = self.emitted / max(self.told - self.began, 1e-9)
-        done = self.kept + self.emitted - self.finished  # those under way count as well
-        self.say(Tick("generating", min(done, self.config.tokens), self.config.tokens, "tokens", rate))
+    @property
+    def _done(self) -> int:
+        """Tokens that are kept, or under way."""
+        return self.kept + self.emitted - self.finished
 
     def _likely_rate(self) -> float:
         """Tokens a second to count on, from a few passes and the lengths of the prompts that come."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+_SAY_EVERY = 10.0  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +23,9 @@ class Tick:
 
     @property
     def seconds_left(self) -> float:
-        """At this rate; infinite before there is one."""
+        """At this rate; infinite before there is one, unless all is done."""
+        if self.done >= self.total:
+            return 0.0
         return (self.total - self.done) / self.rate if self.rate > 0 else float("inf")
 
     def __str__(self) -> str:
@@ -33,6 +38,28 @@ class Tick:
 
 Say = Callable[[Tick | str], Any]
 """Takes reports, whose text is a line to print."""
+
+
+class Reporter:
+    """Tells how far work has come, and how fast it goes.
+
+    Args:
+        first: what was done before it began.
+    """
+
+    def __init__(self, what: str, unit: str, say: Say, first: int = 0) -> None:
+        self._what, self._unit, self._say, self._first = what, unit, say, first
+        self._began = self._told = time.perf_counter()
+
+    def late(self, done: int, total: int) -> None:
+        """As ``now``, if nothing was told for a while."""
+        if time.perf_counter() - self._told > _SAY_EVERY:
+            self.now(done, total)
+
+    def now(self, done: int, total: int) -> None:
+        self._told = time.perf_counter()
+        rate = (done - self._first) / max(self._told - self._began, 1e-9)
+        self._say(Tick(self._what, min(done, total), total, self._unit, rate))
 
 
 def clock_text(seconds: float) -> str:

@@ -9,8 +9,7 @@ Both are stored as rows of JSONL, to be answered like any other file of prompts.
 from __future__ import annotations
 
 import json
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,12 +19,11 @@ from outpace.errors import ModelError, OutpaceError
 from outpace.files import parse_json, write_whole
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import Message
-from outpace.train.progress import Say, Tick
+from outpace.train.progress import Reporter, Say
 
 _MARK = "MARKMARK"
 _ROUND = 256  # most prompts asked for between two writings: what a killed process loses
 _SPARE = 8  # and a quarter: prompts asked for beyond those that are wanted, for some are dropped
-_SAY_EVERY = 10.0  # seconds
 _GOES_ON = 3  # one prompt in so many becomes a conversation
 _FEWEST = 8  # characters; shorter ones ask nothing
 _HOPELESS = 4  # full rounds that give nothing new
@@ -122,7 +120,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     rows = dict(_rows(path, "prompt"))
     kept = set(rows.values())
     number = _behind(rows)
-    told, idle = _Told("prompts", len(rows), say), 0
+    told, idle = Reporter("prompts", "prompts", say, len(rows)), 0
     while len(rows) < config.count:
         before, wanted = len(rows), config.count - len(rows)
         numbers = range(number, number + min(_ROUND, wanted + wanted // 4 + _SPARE))
@@ -171,7 +169,7 @@ def write_conversations(
     """
     asked = {n: text for n, text in _rows(prompts, "prompt") if n % _GOES_ON == 0}
     rows = dict(_rows(path, "messages"))
-    told_of = _Told("conversations", len(rows), say)
+    told_of = Reporter("conversations", "conversations", say, len(rows))
     for number in range(_behind(rows), max(asked, default=-1) + 1, _ROUND):
         before, total = len(rows), max(len(rows), len(asked))
         opened = [n for n in range(number, number + _ROUND) if n in asked]
@@ -201,25 +199,6 @@ def write_conversations(
             _write(path, "messages", rows)
         told_of.now(len(rows), total)
     return len(rows)
-
-
-class _Told:
-    """Tells how far work has come, and how fast it goes."""
-
-    def __init__(self, what: str, first: int, say: Say) -> None:
-        self._what, self._first = what, first
-        self._say: Callable[[Tick], Any] = say
-        self._began = self._told = time.perf_counter()
-
-    def late(self, done: int, total: int) -> None:
-        """As ``now``, if nothing was told for a while."""
-        if time.perf_counter() - self._told > _SAY_EVERY:
-            self.now(done, total)
-
-    def now(self, done: int, total: int) -> None:
-        self._told = time.perf_counter()
-        rate = (done - self._first) / max(self._told - self._began, 1e-9)
-        self._say(Tick(self._what, done, total, self._what, rate))
 
 
 def _special(engine: Engine, text: str) -> bool:

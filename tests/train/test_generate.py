@@ -230,7 +230,7 @@ def test_a_prompt_is_read_once_for_all_of_its_answers(engine, tmp_path):
 
 
 def test_progress_is_told(engine, tmp_path, monkeypatch):
-    monkeypatch.setattr(generate, "_SAY_EVERY", 0.0)
+    monkeypatch.setattr("outpace.train.progress._SAY_EVERY", 0.0)
     ticks = []
     generate_answers(engine, PROMPTS, tmp_path, SMALL, say=ticks.append)
     assert len(ticks) > 5 and ticks[-1].done == ticks[-1].total == 400
@@ -239,6 +239,7 @@ def test_progress_is_told(engine, tmp_path, monkeypatch):
         "generating: 50/200 tokens (25.0 %), 3 tokens/s, 0:00:50 left"
     )
     assert str(Tick("generating", 0, 200, "tokens", 0.0)).endswith("? left")
+    assert str(Tick("generating", 200, 200, "tokens", 0.0)).endswith("0:00:00 left")
 
 
 def test_what_does_not_fit_is_refused(engine, tmp_path, whole):

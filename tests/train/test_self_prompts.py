@@ -97,7 +97,7 @@ def test_a_file_is_gone_on_with(engine, ending, tmp_path):
 
 def test_rounds_are_no_larger_than_what_is_wanted(engine, ending, tmp_path, monkeypatch):
     """The size of a round decides about nothing but when something is told."""
-    monkeypatch.setattr(self_prompts, "_SAY_EVERY", 0.0)
+    monkeypatch.setattr("outpace.train.progress._SAY_EVERY", 0.0)
     config = SelfPromptConfig(count=12, max_new_tokens=40, batch=4)
     asked, ticks = [], []
     written = self_prompts._written
