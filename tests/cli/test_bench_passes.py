@@ -58,8 +58,8 @@ def passes(capsys, monkeypatch, tmp_path):
     add(app, bench_passes.passes, bench_passes.EXAMPLES)
     monkeypatch.setattr("outpace.cli.main.app", app)
     monkeypatch.setattr(measured, "cache_folder", lambda: tmp_path / "cache")
-    monkeypatch.setattr(roofline, "read_bandwidth", lambda device, repeat: 1e9)
-    monkeypatch.setattr(roofline, "flop_rate", lambda dtype, device, repeat: 2e9)
+    monkeypatch.setattr(roofline, "read_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(roofline, "flop_rate", lambda dtype, device: 2e9)
 
     def run(*arguments):
         capsys.readouterr()

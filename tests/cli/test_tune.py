@@ -164,7 +164,7 @@ def test_auto_starts_from_it(outpace, timed):
         (("--drafters", "eagle3"), "no trained eagle3"),
         (("--workload", "nowhere.jsonl"), "nowhere.jsonl"),
         (("--out", "w.jsonl/x.json"), "w.jsonl"),
-        (("--out", "."), "give a file such as profile.json"),
+        (("--out", "."), "cannot write .: Is a directory"),
         (("--out", "x.png"), "give a file such as profile.json"),
         (("--model", "smollm2-135n"), "did you mean smollm2-135m"),
     ],
