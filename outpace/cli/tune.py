@@ -69,7 +69,7 @@ def tune(
     """
     at_least(SHORTEST, "--max-new-tokens", max_new_tokens, "too few tell nothing")
     named = None if drafters == "all" else check_names(split_specs(drafters))
-    if out is not None and (out.is_dir() or out.suffix in (".png", ".svg")):
+    if out is not None and out.suffix in (".png", ".svg"):
         raise RequestError(f"--out {out}: give a file such as profile.json; plots lie beside it")
 
     from outpace.bench.formats import read_workload
