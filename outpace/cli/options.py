@@ -11,7 +11,7 @@ import functools
 import inspect
 import os
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -74,8 +74,7 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     hints = inspect.get_annotations(command, eval_str=True)
     groups: dict[str, type] = {}
     flat: list[inspect.Parameter] = []
-    least: dict[str, tuple[str, int]] = {}
-    checks: dict[str, Callable[[Any], None]] = {}
+    checks: list[tuple[str, Callable[[Any], None]]] = []
 
     def add(name: str, hint: Any, declared: Field[Any]) -> None:
         made = dict(declared.metadata)
@@ -84,9 +83,9 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
         if not any(one.startswith("--") for one in names):
             names = (own, *names)
         if (number := made.pop("least")) is not None:
-            least[name] = names[0], number
+            checks.append((name, partial(at_least, number, names[0])))
         if (check := made.pop("check")) is not None:
-            checks[name] = check
+            checks.append((name, check))
         shown = made.pop("shown")
         made = {"metavar": "N"} | made if hint in (int, int | None) else made
         shape = typer.Option(
@@ -113,9 +112,7 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(command)
     def flattened(**values: Any) -> T:
-        for name, (told, number) in least.items():
-            at_least(number, told, values[name])
-        for name, check in checks.items():
+        for name, check in checks:
             given = values[name]
             for one in given if isinstance(given, list) else () if given is None else (given,):
                 check(one)
@@ -180,6 +177,13 @@ def at_least(least: int, name: str, value: int | None, why: str = "") -> None:
     """Raise RequestError unless an option was left out or is as large as it has to be."""
     if value is not None and value < least:
         raise RequestError(f"{name} must be at least {least}, got {value}{why and f': {why}'}")
+
+
+def marks_of(given: Sequence[str] | None) -> tuple[str, ...]:
+    """What ``--thinking-mark`` was given, if it was given as often as there are marks."""
+    if given and len(given) not in (2, 3):
+        raise RequestError(f"--thinking-mark is given two or three times, got {len(given)}")
+    return tuple(given or ())
 
 
 def use_threads(count: int | None) -> None:
@@ -377,7 +381,7 @@ class SamplingOptions:
             banned_tokens=frozenset(self.ban_token_id or ()),
             allowed_tokens=frozenset(self.allow_token_id) if self.allow_token_id else None,
             thinking_token_budget=self.thinking_budget,
-            thinking_marks=tuple(self.thinking_mark or ()),
+            thinking_marks=marks_of(self.thinking_mark),
             stop=tuple(self.stop or ()),
             stop_token_ids=frozenset(self.stop_token_id or ()),
             n=n,

@@ -12,7 +12,7 @@ from outpace import registry
 from outpace.cli import show
 from outpace.cli.drafting import known
 from outpace.cli.keys import read_keys
-from outpace.cli.options import AutoOptions, notes, option
+from outpace.cli.options import AutoOptions, marks_of, notes, option
 from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
 from outpace.params import SamplingParams
@@ -141,9 +141,7 @@ def serve(
         raise RequestError(f"--learn-share must be in [0, 1), got {learn_share:g}")
     if not 0 <= port < 1 << 16:
         raise RequestError(f"--port must be in 0 to 65535, got {port}")
-    if thinking_mark and len(thinking_mark) not in (2, 3):
-        raise RequestError(f"--thinking-mark is given two or three times, got {len(thinking_mark)}")
-    SamplingParams(thinking_marks=tuple(thinking_mark or ()))  # refuses what are no marks
+    SamplingParams(thinking_marks=marks_of(thinking_mark))  # refuses what are no marks
     check_origins(allowed_origin or [])
     keys = read_keys(api_key or [], api_key_file)
     for spec in drafter or []:

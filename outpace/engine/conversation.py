@@ -7,7 +7,7 @@ from typing import Any
 
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
-from outpace.engine.requests import GenerationRequest
+from outpace.engine.requests import GenerationRequest, checked_params
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
 from outpace.params import SamplingParams
@@ -41,9 +41,7 @@ class Conversation:
         reproducible: bool | None = None,
     ) -> None:
         self.engine = engine
-        self.params = SamplingParams() if params is None else params
-        if not isinstance(self.params, SamplingParams):
-            raise RequestError(f"params are SamplingParams, got {type(params).__name__}")
+        self.params = checked_params(SamplingParams() if params is None else params)
         if self.params.n != 1:
             raise RequestError(f"a conversation has one answer per turn, got n={self.params.n}")
         opening = [{"role": "system", "content": system}]

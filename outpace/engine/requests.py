@@ -96,7 +96,7 @@ def params_of(params: Wanted, settings: dict[str, Any], count: int) -> list[Samp
     each = wanted if isinstance(wanted, Sequence) else [wanted] * count
     if len(each) != count:
         raise RequestError(f"{len(each)} params for {count} prompts; give one each, or one")
-    return list(map(_checked, each))
+    return list(map(checked_params, each))
 
 
 def paired(
@@ -112,7 +112,7 @@ def paired(
     for number, (prompt, own) in enumerate(zip(prompts, each, strict=False)):
         if own is None:
             raise RequestError(f"{number} params for more prompts; give one each, or one for all")
-        yield prompt, _checked(own)
+        yield prompt, checked_params(own)
 
 
 def _wanted(params: Any, settings: dict[str, Any]) -> Any:
@@ -126,9 +126,11 @@ def _wanted(params: Any, settings: dict[str, Any]) -> Any:
     return SamplingParams(**settings)
 
 
-def _checked(params: Any) -> SamplingParams:
+def checked_params(params: Any) -> SamplingParams:
+    """Raise RequestError for what are no SamplingParams."""
     if not isinstance(params, SamplingParams):
-        raise RequestError(f"params must be SamplingParams, got {shown(params)}; or name each setting")
+        kind = type(params).__name__
+        raise RequestError(f"params are SamplingParams, got {kind} {shown(params)}; or name each setting")
     return params
 
 

@@ -123,7 +123,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: Any) -> Any:
+    def _given_fields(cls, value: Any) -> Any:
         """Refuse very many fields; those that are null and may be left out are left out."""
         if not isinstance(value, dict):
             return value

@@ -395,16 +395,20 @@ def _copy(objective: Objective, folder: Path) -> None:
         found = stored.get(name)
         if found is None and name in objective.fresh:
             continue
-        if found is None or found.shape[1:] != tensor.shape[1:]:
-            raise _unfit(folder, name, tensor, found)
-        if name == "lm_head.weight" and row_V is not None:
-            row_D = row_V if objective.vocab is None else row_V[objective.vocab.to_target_D.cpu()]
-            both = (row_D >= 0).nonzero()[:, 0]
-            tensor[both.to(tensor.device)] = found[row_D[both]].to(tensor)
-        elif found.shape == tensor.shape:
+        rows = row_V if name == "lm_head.weight" else None
+        first = 0 if rows is None else 1  # rows are matched by token
+        if found is None or found.shape[first:] != tensor.shape[first:]:
+            shape = "missing" if found is None else list(found.shape)
+            raise ModelError(
+                f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
+                "give the settings that it was trained with, or leave --start out"
+            )
+        if rows is None:
             tensor.copy_(found)
-        else:
-            raise _unfit(folder, name, tensor, found)
+            continue
+        row_D = rows if objective.vocab is None else rows[objective.vocab.to_target_D.cpu()]
+        both = (row_D >= 0).nonzero()[:, 0]
+        tensor[both.to(tensor.device)] = found[row_D[both]].to(tensor)
 
 
 def _rows_of(stored: Mapping[str, Tensor], size: int) -> Tensor | None:
@@ -412,14 +416,6 @@ def _rows_of(stored: Mapping[str, Tensor], size: int) -> Tensor | None:
     if (held := vocab_map(stored, size)) is not None:
         return held.feed_V
     return torch.arange(size) if len(stored.get("lm_head.weight", ())) == size else None
-
-
-def _unfit(folder: Path, name: str, tensor: Tensor, found: Tensor | None) -> ModelError:
-    shape = "missing" if found is None else list(found.shape)
-    return ModelError(
-        f"{folder}: {name} is {shape}, and {list(tensor.shape)} is wanted; "
-        "give the settings that it was trained with, or leave --start out"
-    )
 
 
 def note_measured(folder: Path, measured: Mapping[str, Any]) -> None:

@@ -51,9 +51,9 @@ def test_map_takes_params_with_their_prompts(engine):
 
 @pytest.mark.parametrize("params", [5, "warm", {"temperature": 1.0}, [{"temperature": 1.0}]], ids=repr)
 def test_params_of_another_kind_are_refused(engine, params):
-    with pytest.raises(RequestError, match="params must be SamplingParams, got"):
+    with pytest.raises(RequestError, match="params are SamplingParams, got"):
         engine.generate([1, 2], [params] if isinstance(params, str) else params)
-    with pytest.raises(RequestError, match="params must be SamplingParams, got"):
+    with pytest.raises(RequestError, match="params are SamplingParams, got"):
         next(engine.map([[1, 2]], params))
 
 
