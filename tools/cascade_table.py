@@ -25,12 +25,13 @@ from pathlib import Path
 from typing import Any
 
 from outpace import Engine
-from outpace.bench.cases import evenly, fitting
+from outpace.bench.cases import fitting
 from outpace.bench.formats import BUILTIN, read_workload
 from outpace.bench.plots import paint
 from outpace.errors import OutpaceError, RequestError
 from outpace.files import write_whole
 from outpace.methods.cascade.planner import Measured, speedup
+from outpace.models.prompts import evenly
 
 COSTS = (0.01, 0.03, 0.1, 0.2, 0.3, 0.5)
 """Of a pass of the trained drafter, in passes of the target."""

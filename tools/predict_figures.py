@@ -30,7 +30,7 @@ from outpace.analysis.prediction.model import planned
 from outpace.analysis.prediction.speedup import Drafter, Steps, gain
 from outpace.analysis.roofline import Device, seconds
 from outpace.bench import report as reports
-from outpace.bench.cases import evenly, fitting
+from outpace.bench.cases import fitting
 from outpace.bench.ours import Ours
 from outpace.bench.provenance import here
 from outpace.bench.records import Case, Settings
@@ -38,6 +38,7 @@ from outpace.bench.runner import Runner
 from outpace.bench.workloads import builtin
 from outpace.files import write_whole
 from outpace.models.decoder import Decoder
+from outpace.models.prompts import evenly
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "results" / "predictions.md"

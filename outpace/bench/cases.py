@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 from outpace.bench.records import Case
 from outpace.bench.workloads import Prompt
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
+from outpace.models.prompts import encode_within, evenly
 from outpace.params import NEUTRAL, SamplingParams
-
-T = TypeVar("T")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -89,8 +88,8 @@ def fitting(
         RequestError: none does.
     """
     room = engine.target.max_positions - max_new_tokens
-    encoded = [(prompt, encode(engine, prompt.messages)) for prompt in prompts]
-    found = [(prompt, ids) for prompt, ids in encoded if len(ids) <= room]
+    encoded = [(prompt, _encoded(engine, prompt.messages, room)) for prompt in prompts]
+    found = [(prompt, ids) for prompt, ids in encoded if ids is not None]
     if not found:
         raise RequestError(
             f"no prompt leaves room for {max_new_tokens} new tokens in the context of "
@@ -99,18 +98,12 @@ def fitting(
     return found
 
 
-def evenly(rows: Sequence[T], count: int | None) -> list[T]:
-    """At most ``count`` of the rows, spread evenly over all of them; None takes all."""
-    count = len(rows) if count is None else min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
-
-
-def encode(engine: Engine, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-    """Token ids of a conversation; its bare text if the model has no chat template."""
+def _encoded(engine: Engine, messages: Sequence[Mapping[str, Any]], room: int) -> tuple[int, ...] | None:
+    """Token ids of a conversation, or of its text if the model has no chat template; None without room."""
     tokenizer = engine.target.tokenizer
     if tokenizer is not None and tokenizer.chat_template:
-        return engine.encode(list(messages))
-    return engine.encode("\n".join(message["content"] for message in messages))
+        return encode_within(list(messages), engine.target, room)
+    return encode_within("\n".join(message["content"] for message in messages), engine.target, room)
 
 
 def _turns(
@@ -121,8 +114,8 @@ def _turns(
     greedy = SamplingParams(**NEUTRAL, max_new_tokens=max_new_tokens)
     while len(turns) <= len(prompt.turns):
         answers.append(engine.generate(turns[-1], greedy, drafter="none").text)
-        following = encode(engine, prompt.after(answers))
-        if len(following) > room:
+        following = _encoded(engine, prompt.after(answers), room)
+        if following is None:
             break
         turns.append(following)
     return turns

@@ -124,6 +124,14 @@ class Settings:
         return body
 
 
+class Refused(OutpaceError):
+    """An answer of a server that says an error, with its ``code``."""
+
+    def __init__(self, message: str, code: str | None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
 class Server:
     """A server under load, through one pool of connections. Made by ``connected``."""
 
@@ -134,6 +142,7 @@ class Server:
         """A JSON answer.
 
         Raises:
+            Refused: it is an error.
             OutpaceError: there is none.
         """
         return await self._json(self._client.get(path), path)
@@ -155,7 +164,8 @@ class Server:
         except ValueError:
             found = None
         if answer.status_code != 200 or not isinstance(found, dict):
-            raise OutpaceError(f"{self.url}{path} answers {answer.status_code}: {_message(found)}")
+            message, code = _refusal(found)
+            raise Refused(f"{self.url}{path} answers {answer.status_code}: {message}", code)
         return found
 
     async def ask(self, path: str, body: Json, prompt: str) -> Reply:
@@ -167,7 +177,7 @@ class Server:
             async with self._client.stream("POST", path, json=body) as response:
                 if response.status_code != 200:
                     await response.aread()
-                    reply.error = f"{response.status_code}: {_message(_parsed(response.text))}"
+                    reply.error = f"{response.status_code}: {_refusal(_parsed(response.text))[0]}"
                 else:
                     await _read(response, reply)
         except httpx.HTTPError as error:
@@ -221,7 +231,7 @@ async def _read(response: httpx.Response, reply: Reply) -> None:
             continue
         chunk = _parsed(data)
         if not isinstance(chunk, dict) or "error" in chunk:
-            reply.error = reply.error or f"in the stream: {_message(chunk)}"
+            reply.error = reply.error or f"in the stream: {_refusal(chunk)[0]}"
             continue
         reply.fingerprint = chunk.get("system_fingerprint") or reply.fingerprint
         reply.usage = chunk.get("usage") or reply.usage
@@ -299,11 +309,11 @@ def _parsed(text: str | bytes) -> Any:
         return None
 
 
-def _message(found: Any) -> str:
-    """What an answer says of an error, in one line."""
+def _refusal(found: Any) -> tuple[str, str | None]:
+    """What an answer says of an error: its message in one line, and its code."""
     error = found.get("error") if isinstance(found, Mapping) else None
-    message = error.get("message") if isinstance(error, Mapping) else None
-    return " ".join(str(message or "no reason given").split())
+    error = error if isinstance(error, Mapping) else {}
+    return " ".join(str(error.get("message") or "no reason given").split()), error.get("code")
 
 
 def _said(error: Exception) -> str:

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from outpace.bench.cases import evenly
 from outpace.bench.load import (
     Arrival,
     Question,
+    Refused,
     Reply,
     Server,
     Settings,
@@ -25,6 +25,7 @@ from outpace.bench.load_report import Round, Session, first_difference
 from outpace.bench.load_terms import MIXED, PLAIN, usual_requests
 from outpace.bench.workloads import Prompt
 from outpace.errors import OutpaceError, RequestError
+from outpace.models.prompts import evenly
 
 _GAPS = 12
 """Texts that differ whose first difference is looked into."""
@@ -121,15 +122,14 @@ async def _questions(plan: Plan, server: Server) -> list[Question]:
         body: dict[str, Any] = {"messages": list(prompt.messages)}
         if chats:
             try:
-                count = (await server.post("/tokenize", body))["count"]
-            except OutpaceError:
+                counts.append(await _count(server, body, context))
+            except Refused:
                 chats = False  # no template: its bare text then
         if not chats:
             body = {"prompt": "\n".join(message["content"] for message in prompt.messages)}
-            count = (await server.post("/tokenize", body))["count"]
+            counts.append(await _count(server, body, context))
         path = "/v1/chat/completions" if chats else "/v1/completions"
-        counts.append(count)
-        if count <= min(context - new, longest or count):
+        if counts[-1] <= min(context - new, longest or context):
             found.append(Question(id=prompt.id, path=path, body=body))
     if len(found) < len(counts):
         most = f"the context of {context}" if longest is None else f"{longest} tokens or the context"
@@ -146,6 +146,17 @@ async def _questions(plan: Plan, server: Server) -> list[Question]:
             f"of {context}; give a smaller --max-new-tokens or other prompts"
         )
     return evenly(found, max(plan.count(arrival) for arrival in plan.arrivals))
+
+
+async def _count(server: Server, body: dict[str, Any], context: int) -> int:
+    """Tokens of a prompt; one more than the context where there are too many to count."""
+    try:
+        count: int = (await server.post("/tokenize", body))["count"]
+    except Refused as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return context + 1
+    return count
 
 
 async def _warm(plan: Plan, server: Server, questions: Sequence[Question], tick: Tick) -> None:

@@ -72,7 +72,8 @@ def policy(
 
     asked = []
     if measure or not file.exists():
-        from outpace.bench.cases import evenly, fitting
+        from outpace.bench.cases import fitting
+        from outpace.models.prompts import evenly
 
         engine = model.load(drafter="none")
         asked = [

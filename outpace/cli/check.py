@@ -82,8 +82,9 @@ def check(
 
     from outpace.analysis.check import Case, sequences_of, standard_specs, with_trees
     from outpace.analysis.check import check as run
-    from outpace.bench.cases import evenly, fitting
+    from outpace.bench.cases import fitting
     from outpace.bench.workloads import builtin
+    from outpace.models.prompts import evenly
 
     target = engine.target
     specs = []

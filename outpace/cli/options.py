@@ -293,7 +293,8 @@ class WorkloadOptions:
         Raises:
             RequestError: none fits.
         """
-        from outpace.bench.cases import evenly, fitting
+        from outpace.bench.cases import fitting
+        from outpace.models.prompts import evenly
 
         return [ids for _, ids in evenly(fitting(engine, prompts, max_new_tokens), self.limit)]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from outpace.errors import RequestError
+from outpace.errors import PromptTooLong, RequestError
 from outpace.models.base import Target
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ Prompt = str | Sequence[int] | Sequence[Message]
 """Text, token ids, or chat messages with ``role`` and ``content``."""
 Reference = str | Sequence[int]
 """Text or token ids that an answer is expected to resemble."""
+T = TypeVar("T")
 
 
 def as_prompts(prompt: Any) -> tuple[list[Prompt], bool]:
@@ -57,6 +58,21 @@ def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...
     if messages:
         return tuple(tokenizer_of(target, "chat messages").chat(prompt, most_tokens=most))
     return target.framed(as_ids(prompt, "a prompt"))
+
+
+def encode_within(prompt: Any, target: Target, most: int) -> tuple[int, ...] | None:
+    """Token ids of a prompt; None if there are more than ``most``, or than the context holds."""
+    try:
+        ids = encode(prompt, target)
+    except PromptTooLong:
+        return None
+    return ids if len(ids) <= most else None
+
+
+def evenly(rows: Sequence[T], count: int | None) -> list[T]:
+    """At most ``count`` of the rows, spread evenly over all of them; None takes all."""
+    count = len(rows) if count is None else min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def as_ids(tokens: Any, what: str) -> tuple[int, ...]:

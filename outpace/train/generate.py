@@ -21,11 +21,12 @@ import numpy as np
 
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
+from outpace.models.prompts import encode_within
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
 from outpace.train.progress import Reporter, Say, Tick
-from outpace.train.speed import LIKELY, decode_seconds, ids_within, row_seconds, typical_prompt
+from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_prompt
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
@@ -288,7 +289,9 @@ class _Work:
                 self.number += 1
                 if self.first + ask.number in self.done:
                     continue
-                found = ids or ids_within(self.engine, self.prompts[ask.prompt], self.config.max_prompt)
+                found = ids or encode_within(
+                    self.prompts[ask.prompt].messages, self.engine.target, self.config.max_prompt
+                )
                 if found is None:
                     self._skip(ask)
                     continue

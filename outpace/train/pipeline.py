@@ -36,6 +36,7 @@ from outpace.engine.engine import Engine
 from outpace.errors import ModelError, RequestError
 from outpace.files import parse_json, write_whole
 from outpace.models.fields import read_json
+from outpace.models.prompts import evenly
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
 from outpace.train.corpus import CorpusPrompt, Source
@@ -366,9 +367,7 @@ class Pipeline:
             for one, held in zip(self.store, self.store.held_out_S, strict=True)
             if held and one.prompt
         }
-        by_length = sorted(found, key=lambda ids: (len(ids), ids))
-        count = min(limit, len(by_length))
-        return [by_length[i * len(by_length) // count] for i in range(count)]
+        return evenly(sorted(found, key=lambda ids: (len(ids), ids)), limit)
 
 
 @torch.no_grad()

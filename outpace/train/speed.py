@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from outpace.engine.engine import Engine
-from outpace.errors import PromptTooLong
 from outpace.models.base import Target
+from outpace.models.prompts import encode_within, evenly
 from outpace.train.corpus import CorpusPrompt
 from outpace.types import Feed
 
@@ -21,19 +21,9 @@ _SAMPLE = 64  # prompts whose lengths are looked at
 
 def typical_prompt(engine: Engine, prompts: Sequence[CorpusPrompt], most: int) -> float:
     """Mean length of some of the prompts, tokens; longer ones than ``most`` do not count."""
-    some = prompts[:: max(1, len(prompts) // _SAMPLE)][:_SAMPLE]
-    found = [ids_within(engine, one, most) for one in some]
+    found = [encode_within(one.messages, engine.target, most) for one in evenly(prompts, _SAMPLE)]
     fitting = [len(ids) for ids in found if ids is not None] or [most]
     return sum(fitting) / len(fitting)
-
-
-def ids_within(engine: Engine, prompt: CorpusPrompt, most: int) -> tuple[int, ...] | None:
-    """Token ids of a prompt; None if there are more than ``most``, or than the context holds."""
-    try:
-        ids = engine.encode(prompt.messages)
-    except PromptTooLong:
-        return None
-    return ids if len(ids) <= most else None
 
 
 def decode_seconds(target: Target, batch: int, context: int) -> tuple[float, int]:

@@ -12,10 +12,11 @@ from outpace.analysis.doctor import diagnose as examination
 from outpace.analysis.doctor import trials
 from outpace.analysis.doctor.findings import Trial, apart, below, by_depth
 from outpace.analysis.doctor.machine import Facts
-from outpace.bench.cases import evenly, fitting
+from outpace.bench.cases import fitting
 from outpace.bench.workloads import builtin
 from outpace.drafters.trained import CONFIG, WEIGHTS, shipped_folder
 from outpace.models import quantize
+from outpace.models.prompts import evenly
 from outpace.types import Outcome
 
 QUIET = Facts(cores=2, threads=1, dtype="bfloat16", fast_dtype="bfloat16", code="compiled")

@@ -220,16 +220,21 @@ def prompts(*texts, **more):
 
 def test_cases_are_spread_and_fit(engine):
     asked = make_cases(
-        engine, prompts("a", "b", "word " * 900, "c", "d"), limit=2, max_new_tokens=8, seeds=(5, 6)
+        engine,
+        prompts("a", "b", "word " * 900, "c", "d", "word " * 9000),
+        limit=2,
+        max_new_tokens=8,
+        seeds=(5, 6),
     )
     assert [(case.id, case.seed) for case in asked.cases] == [("p0", 5), ("p0", 6), ("p3", 5), ("p3", 6)]
-    assert asked.notes == ["1 of 5 prompts left out: too long for the context of 1024"]
+    assert asked.notes == ["2 of 6 prompts left out: too long for the context of 1024"]
     with pytest.raises(RequestError, match="no prompt leaves room"):
         make_cases(engine, prompts("word " * 900), limit=None, max_new_tokens=8, seeds=(0,))
 
 
-def test_later_turns_follow_plain_answers(engine):
-    (prompt,) = prompts("hello", turns=("again", "word " * 900), reference="hello")
+@pytest.mark.parametrize("long", [900, 9000])
+def test_later_turns_follow_plain_answers(engine, long):
+    (prompt,) = prompts("hello", turns=("again", "word " * long), reference="hello")
     asked = make_cases(engine, [prompt], limit=None, max_new_tokens=8, seeds=(0,))
     first, second = asked.cases
     answer = engine.generate(list(prompt.messages), max_new_tokens=8, drafter="none").text

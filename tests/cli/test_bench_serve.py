@@ -39,7 +39,7 @@ def workload(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text(
         "".join(
-            json.dumps({"id": f"p{n}", "prompt": f"ab {n} " * (200 if n == 3 else 6)}) + "\n"
+            json.dumps({"id": f"p{n}", "prompt": f"ab {n} " * (9000 if n == 0 else 6)}) + "\n"
             for n in range(4)
         )
     )
