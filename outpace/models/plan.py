@@ -432,8 +432,7 @@ class Plan:
         for op in self._ops:
             if op.kind == kinds.PRODUCT:
                 room = max(room, code.outpace_room(op.part, op.parts, counts[op.rows]))
-        # A gate writes operands of the next product behind those of its own.
-        places, size = [(_OPERANDS, 0)], -(-2 * room // (4 * LANES)) * LANES
+        places, size = [(_OPERANDS, 0)], -(-2 * room // (4 * LANES)) * LANES  # a gate writes those behind it
         for buffer, width, count in self._own:
             places.append((buffer, size))
             size += -(-counts[count] * width // LANES) * LANES

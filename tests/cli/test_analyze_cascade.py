@@ -5,7 +5,9 @@ import pytest
 
 from outpace import Engine
 from outpace.bench import formats, workloads
-from outpace.methods.cascade.planner import Part, measure, probe_k, speedup, text_of
+from outpace.methods.cascade.planner import measure, speedup, text_of
+from outpace.methods.cascade.probes import probe_k
+from outpace.methods.cascade.tally import Part
 
 LEVELS = "draft_model[model=tiny layers=1]+max_gram"
 FEW = (

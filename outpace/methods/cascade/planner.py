@@ -3,22 +3,15 @@
     found = measure(engine, "draft_model[model=M]+max_gram", prompts, max_new_tokens=64)
     found.predicted()      the best K of every kind, and its speed-up
 
-One cascade with a generous K answers the prompts; a tally behind every verifier counts, for each
-level of every reviewed draft, how far it was kept. Another one, with a token of every model, does
-so for the lookup at the target: behind five tokens of a model it is hardly ever reached. Then every
-lower level drafts alone, so that a cascade can be compared with the best of its members. Passes
-are timed by rows (`cost.measure`) and scaled to what they took among the others; the host's share
-is what else a step took.
+Cascades answer the prompts (probes.py). Passes are timed by rows (`cost.measure`) and scaled to what
+they took among the others; the host's share is what else a step took.
 """
 
 from __future__ import annotations
 
-import copy
 import math
 import statistics
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -32,34 +25,17 @@ from outpace.errors import RequestError
 from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.drafter import read_k as read_k
-from outpace.methods.cascade.tally import Counts, Note, Part, note_parts, noted
+from outpace.methods.cascade.probes import Passes, load_probes, run, watched
+from outpace.methods.cascade.probes import spec_of as spec_of
+from outpace.methods.cascade.probes import text_of as text_of
+from outpace.methods.cascade.tally import Part
 from outpace.params import NEUTRAL, SamplingParams
-from outpace.types import CostCurve, StepRecord
+from outpace.types import CostCurve
 
 LENIENCES = (1.0, 2.0, 4.0)
 """Those that are tried where none is given."""
-MODEL_QUOTA, LOOKUP_QUOTA, INNER_QUOTA = 5, 8, 3
-"""K of the probes: of models and of the lookup for the target, and of models for models."""
 _ROWS = (1, 2, 4, 8, 16, 32)
 _REPEAT = 7
-
-
-@dataclass(slots=True)
-class _Passes:
-    """What passes of one reviewer took in the probe."""
-
-    count: int = 0
-    rows: int = 0
-    seconds: float = 0.0
-    whole: float = 0.0
-    """Of the steps, drafting and all."""
-
-    def listen(self, record: StepRecord) -> None:
-        if not record.prompt:
-            self.count += 1
-            self.rows += record.passed_rows
-            self.seconds += record.pass_seconds.get("score", 0.0)
-            self.whole += sum(record.seconds.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,32 +118,6 @@ def _always(share: float) -> Callable[[float], float]:
     return lambda rows: share
 
 
-def text_of(k: Sequence[Sequence[int]]) -> str:
-    """K as a cascade's spec has it, without what is 0 at the ends."""
-    rows = []
-    for row in k:
-        short = list(row)
-        while len(short) > 1 and not short[-1]:
-            short.pop()
-        rows.append(",".join(map(str, short)))
-    while len(rows) > 1 and rows[-1] in ("", "0"):
-        rows.pop()
-    return "/".join(rows)
-
-
-def spec_of(levels: str, k: Sequence[Sequence[int]], lenience: float = 1.0) -> str:
-    more = "" if lenience == 1 else f" lenience={lenience:g}"
-    return f"cascade[levels={levels} k={text_of(k)}{more}]"
-
-
-def probe_k(models: int, lookup: bool) -> list[list[int]]:
-    """A K that shows every level to every reviewer."""
-    return [
-        [MODEL_QUOTA if row == 0 else INNER_QUOTA] * (models - row) + [LOOKUP_QUOTA] * lookup
-        for row in range(models + 1)
-    ]
-
-
 def measure(
     engine: Engine,
     levels: str,
@@ -193,47 +143,13 @@ def measure(
     params = SamplingParams(
         **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
     )
-    loaded = engine.method(f"cascade[levels={levels}]").preferred.drafter
-    assert isinstance(loaded, Cascade)
-    k = probe_k(len(loaded.models), loaded.lookup is not None)
-    method = engine.method(spec_of(levels, k, lenience))
-    probe = method.preferred.drafter
-    assert isinstance(probe, Cascade)
-    lookup = len(probe.models) + 1
-    tail_k = [[1] * len(probe.models) + [LOOKUP_QUOTA]]
-    probed = probe.lookup is not None and base is None
-    tail = engine.method(spec_of(levels, tail_k, lenience)) if probed else method
-    singles = {}
-    for number in range(2, lookup + (probe.lookup is not None)) if base is None else ():
-        row = [0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]
-        singles[number] = ([row], engine.method(spec_of(levels, [row], lenience)))
-    tables: list[dict[tuple[int, int], Part]] = [defaultdict(Part) for _ in range(3)]
-    parts, tails, lone = tables
-    passes = [_Passes() for _ in range(len(probe.models) + 1)]
-    alone = _Passes()
-    seen = [Counts({}, {}, {})]
-    """After so many texts."""
-
-    for spec in ("none", method.spec):  # the first answers pay for what is set up on the way
-        engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    notes: dict[Any, Note] = {one: note_parts(lone, 0, own_k, probe) for own_k, one in singles.values()}
-    notes |= {tail: note_parts(tails, 0, tail_k, probe), method: note_parts(parts, 0, k, probe)}
-    notes |= {level: note_parts(parts, level.number, k, probe) for level in probe.models}
-    with noted(notes), _listening(probe, passes[1:]):
-        for prompt in prompts:
-            tick("probing", 0)
-            if base is None:
-                _run(engine, "none", prompt, params, alone)
-            _run(engine, method.spec, prompt, params, passes[0])
-            if tail is not method:
-                _run(engine, tail.spec, prompt, params, _Passes())
-            for _, one in singles.values():
-                _run(engine, one.spec, prompt, params, _Passes())
-            seen.append(Counts(*copy.deepcopy([dict(table) for table in tables])))
-            tick("probing", 1)
-    if not parts:
+    probes = load_probes(engine, levels, lenience, anew=base is None)
+    probe = probes.cascade
+    passes, alone = [Passes() for _ in range(len(probe.models) + 1)], Passes()
+    seen = watched(engine, probes, prompts, params, passes, alone if base is None else None, tick)
+    if not seen[-1].parts:
         raise RequestError(
-            f"{method.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
+            f"{probes.whole.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
             "give more, or longer ones"
         )
     names = (engine.target.name, *(level.model.name for level in probe.models))
@@ -244,6 +160,7 @@ def measure(
     else:
         context = sum(len(p) for p in prompts) // len(prompts) + max_new_tokens // 2
         seconds = _costs(_curves(engine, probe, context, tick), context, passes, alone)
+    lookup = len(probe.models) + 1
     parts_all, alone_all = seen[-1].joined(lookup, None if base is None else (base.parts, base.alone))
     ladder = Ladder(
         models=len(probe.models),
@@ -263,18 +180,6 @@ def measure(
             for i, (before, after) in enumerate(pairwise(seen))
         ),
     )
-
-
-@contextmanager
-def _listening(probe: Cascade, passes: Sequence[_Passes]) -> Iterator[None]:
-    """Time the passes of every model of a cascade."""
-    for level, own in zip(probe.models, passes, strict=True):
-        level.machine.listeners = (own.listen,)
-    try:
-        yield
-    finally:
-        for level in probe.models:
-            level.machine.listeners = ()
 
 
 def _curves(
@@ -352,20 +257,20 @@ def speedup(
     params = SamplingParams(
         **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
     )
-    spent = {spec: _Passes() for spec in ("none", *specs)}
+    spent = {spec: Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
-    below: dict[str, list[_Passes]] = {spec: [] for spec in spent}
+    below: dict[str, list[Passes]] = {spec: [] for spec in spent}
     for spec in spent:  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
         drafter = engine.method(spec).preferred.drafter
         for level in drafter.models if isinstance(drafter, Cascade) else ():
-            own = _Passes()
+            own = Passes()
             below[spec].append(own)
             level.machine.listeners = (own.listen,)
     try:
         for prompt in prompts:
             for spec, passes in spent.items():
-                tokens[spec] += _run(engine, spec, prompt, params, passes) - 1
+                tokens[spec] += run(engine, spec, prompt, params, passes) - 1
             tick("measuring", 1)
     finally:
         for spec in spent:
@@ -384,25 +289,15 @@ def speedup(
     ]
 
 
-def _run(engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: _Passes) -> int:
-    """Answer a prompt; how many tokens that were."""
-    engine.listeners.append(passes.listen)
-    try:
-        answer = engine.generate(list(prompt), params, drafter=spec, reproducible=False)
-        return len(answer.tokens)
-    finally:
-        engine.listeners.remove(passes.listen)
-
-
 def _costs(
-    curves: Sequence[CostCurve], context: int, passes: Sequence[_Passes], alone: _Passes
+    curves: Sequence[CostCurve], context: int, passes: Sequence[Passes], alone: Passes
 ) -> list[Callable[[float], float]]:
     """Seconds of a step by rows: a pass as it was among others, and the host's work."""
     inside = sum(own.seconds for own in passes)
     steps = sum(own.count for own in passes)
     host = max(0.0, passes[0].whole - inside) / max(1, steps)
 
-    def step(curve: CostCurve, own: _Passes) -> Callable[[float], float]:
+    def step(curve: CostCurve, own: Passes) -> Callable[[float], float]:
         rows = max(1.0, own.rows / max(1, own.count))
         usual = curve.seconds(rows, context)
         scale = own.seconds / max(1, own.count) / usual if own.count else 1.0
