@@ -1,8 +1,8 @@
 """Who drafted when in one answer, why, what that brought, and what was expected of it.
 
     told = Explained(engine.costs)
-    engine.listeners.append(told)
-    engine.generate(prompt, drafter="auto")
+    with engine.listening(told):
+        engine.generate(prompt, drafter="auto")
     told.stretches(), told.by_drafter(), told.total()
 
 A stretch is a run of steps in which the same drafter guessed; where whoever was asked had nothing

@@ -136,11 +136,8 @@ def reality(
                 if not record.prompt:
                     own.append(record)
 
-            engine.listeners.append(listen)
-            try:
+            with engine.listening(listen):
                 engine.generate(list(ids), params, drafter=name)
-            finally:
-                engine.listeners.remove(listen)
     spent = steps.pop(method)
     tokens = sum(len(step.rows[0].emitted) for step in spent)
     predicted = Replay(told(named([spec])[spec](), texts[0]), measured(steps, spent)).run(

@@ -240,11 +240,8 @@ def _answer(engine: Engine, spec: str, one: Asked, max_new_tokens: int) -> _Answ
 
     # Neutral, whatever the model recommends: acceptance is that of its own likeliest tokens.
     params = SamplingParams(**NEUTRAL, max_new_tokens=max_new_tokens, ignore_eos=True)
-    engine.listeners.append(listen)
-    try:
+    with engine.listening(listen):
         result = engine.generate(list(one.ids), params, drafter=spec, reference=one.reference)
-    finally:
-        engine.listeners.remove(listen)
     spent = [sum(step.seconds.values()) for step in steps]
     most = STALL * median(spent) if spent else 0.0  # what steps took beyond was the machine's own
     between = result.seconds - result.prefill_seconds - sum(spent)

@@ -76,10 +76,7 @@ def take(engine: Engine, drafter: str, ids: Sequence[int], params: SamplingParam
             by = row.drafter if place < row.accepted else TARGET
             pieces.append(Piece(now, stream.push((token,)), by))
 
-    engine.listeners.append(listen)
-    try:
+    with engine.listening(listen):
         engine.generate(list(ids), params, drafter=drafter)
-    finally:
-        engine.listeners.remove(listen)
     pieces[-1] = replace(pieces[-1], text=pieces[-1].text + stream.flush())
     return Take(drafter, tuple(pieces))

@@ -54,13 +54,9 @@ class Ours:
         all contenders have to draw from the same distribution.
         """
         watch = Watch()
-        self.engine.listeners.append(watch)
-        try:
-            with _peak(self.engine.target.device) as peak:
-                began = watch.last = time.perf_counter()
-                results = self._answer(unit, settings)
-        finally:
-            self.engine.listeners.remove(watch)
+        with self.engine.listening(watch), _peak(self.engine.target.device) as peak:
+            began = watch.last = time.perf_counter()
+            results = self._answer(unit, settings)
         return Run(
             tokens=tuple(result.tokens for result in results),
             seconds=watch.last - began,

@@ -145,11 +145,8 @@ class Run:
         from outpace.bench.records import Run as Measured
 
         watch = Watch()
-        self.engine.listeners.append(watch)
-        try:
+        with self.engine.listening(watch):
             (result,) = self.quiet(drafter)
-        finally:
-            self.engine.listeners.remove(watch)
         return _Timed(
             result,
             Measured(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, overload
@@ -132,12 +132,9 @@ class Engine:
         name = str(parsed)
         if name not in self._methods:
             cls = registry.load("drafter", parsed.name)
-            if issubclass(cls, Method):  # it picks among drafters
-                self._methods[name] = cls(
-                    parsed, self.target, self.allow_lossy, self.costs, self.method, self.draft_model
-                )
-            else:
-                self._methods[name] = SingleMethod(parsed, self.target, self.allow_lossy, self.costs)
+            picks = issubclass(cls, Method)  # among drafters
+            made = partial(cls, find=self.method, draft_model=self.draft_model) if picks else SingleMethod
+            self._methods[name] = made(parsed, self.target, self.allow_lossy, self.costs)
         return self._methods[name]
 
     @overload
@@ -289,6 +286,15 @@ class Engine:
                 yield from row.chunks
                 row.chunks.clear()
 
+    @contextmanager
+    def listening(self, listener: Callable[[StepRecord], None]) -> Iterator[None]:
+        """Tell it of every step of the block."""
+        self.listeners.append(listener)
+        try:
+            yield
+        finally:
+            self.listeners.remove(listener)
+
     def encode(self, prompt: Prompt, *, chat: bool = False) -> tuple[int, ...]:
         """Token ids of a prompt, as ``generate`` would feed it."""
         return encode(prompt, self.target, chat=chat)
@@ -322,7 +328,6 @@ class Engine:
         ids = self.encode(prompt, chat=chat)
         resolved = params.resolved(self.target.defaults)
         check(ids, resolved, self.target, self.eos_ids)
-        rule = rule_of(ids, resolved, self.target)
         answers = chat if isinstance(prompt, str) else isinstance(prompt[0], Mapping)
         return GenerationRequest(
             prompt=ids,
@@ -330,7 +335,7 @@ class Engine:
             seed=secrets.randbits(48) if resolved.seed is None else resolved.seed,
             continues=not answers,
             reference=as_reference(reference, self.target),
-            rule=rule,
+            rule=rule_of(ids, resolved, self.target),
         )
 
     def _open(

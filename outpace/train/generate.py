@@ -174,11 +174,10 @@ def generate_answers(
             return store
         store.note(plans=[*plans, {**(about or {}), "plan": plan}])
     work = _Work(engine, prompts, store, config, say, which * PLAN)
-    engine.listeners.append(work.count)
     try:
-        work.run()
+        with engine.listening(work.count):
+            work.run()
     finally:
-        engine.listeners.remove(work.count)
         work.flush()
     return store
 

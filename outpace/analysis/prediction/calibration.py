@@ -180,8 +180,8 @@ def _host_work(target: Decoder) -> float:
     """Seconds that a step of plain decoding spends outside of its pass: a median."""
     steps: list[StepRecord] = []
     engine = Engine.load(target, drafter="none")
-    engine.listeners.append(steps.append)
-    engine.generate(list(range(16)), temperature=0.0, max_new_tokens=_STEPS, ignore_eos=True)
+    with engine.listening(steps.append):
+        engine.generate(list(range(16)), temperature=0.0, max_new_tokens=_STEPS, ignore_eos=True)
     outside = [
         sum(step.seconds.values()) - sum(step.pass_seconds.values()) for step in steps if not step.prompt
     ]

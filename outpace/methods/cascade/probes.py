@@ -173,9 +173,5 @@ def _listening(probe: Cascade, passes: Sequence[Passes]) -> Iterator[None]:
 
 def run(engine: Engine, spec: str, prompt: Sequence[int], params: SamplingParams, passes: Passes) -> int:
     """Answer a prompt; how many tokens that were."""
-    engine.listeners.append(passes.listen)
-    try:
-        answer = engine.generate(list(prompt), params, drafter=spec, reproducible=False)
-        return len(answer.tokens)
-    finally:
-        engine.listeners.remove(passes.listen)
+    with engine.listening(passes.listen):
+        return len(engine.generate(list(prompt), params, drafter=spec, reproducible=False).tokens)
