@@ -84,14 +84,12 @@ static void turn_rows(const void *context, const void *self, int64_t piece) {
     }
 }
 
-INLINE void gate_row(const Program *p, const Op *op, int64_t row, int64_t first, int64_t last) {
-    const int64_t width = op->width;
-    const float *from = row_from(p, op, row, 2 * width);
-    if (op->index == SILU) gate(from, row_to(p, op, row, width), width, first, last, 0, SILU);
-    else gate(from, row_to(p, op, row, width), width, first, last, 0, GELU_TANH);
-}
 static void gate_rows(const void *context, const void *self, int64_t piece) {
-    ROWS(width) gate_row(p, op, row, 0, width);
+    ROWS(width) {
+        const float *from = row_from(p, op, row, 2 * width);
+        if (op->index == SILU) gate(from, row_to(p, op, row, width), width, 0, SILU);
+        else gate(from, row_to(p, op, row, width), width, 0, GELU_TANH);
+    }
 }
 
 static void add_more(const void *context, const void *self, int64_t piece) {
@@ -126,36 +124,12 @@ static void best_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) best(row_of(p, op->from, row, width), width, (double *)p->buffer[op->to] + 2 * row);
 }
 
-/* Whether the next operation gates what this product gives, and whole groups are SPAN columns of each half. */
-static int is_gated(const Program *p, const Op *op) {
-    const Op *next = op + 1;
-    if (op->kind != PRODUCT || next == p->op + p->ops || next->kind != GATE || next->from != op->to) return 0;
-    for (int64_t i = 0; i < op->parts; i++)
-        if (op->part[i].outputs % SPAN) return 0;
-    return next->rows == op->rows && op->width == 2 * next->width && next->width % SPAN == 0;
-}
-
-/* Whether the next operation begins with the rows that this one writes, cut in the same way: a product with
-   its operands, attention with new keys. Then one thread does both, with no hand-over between. */
-static int feeds(const Program *p, const Op *op) {
-    const Op *next = op + 1;
-    if (next == p->op + p->ops || next->rows != op->rows) return 0;
-    if (op->kind == NORM || op->kind == GATE)
-        return next->kind == PRODUCT && next->from == op->to && next->part->inputs == op->width;
-    const Pass *pass = next->kind == ATTEND ? p->pass[next->index] : NULL;
-    return op->kind == TURN && pass && !pass->choices && pass->news == rows_of(p, op) &&
-           (pass->group + 2) * pass->kv * pass->width == p->heads * op->width;
-}
 static Product product_of(const Program *p, const Op *op) {
-    char *operands = p->buffer[op->more];
-    /* A gate writes them while other threads still read those of the product before it. */
-    if (op - 1 > p->op && is_gated(p, op - 2) && feeds(p, op - 1))
-        operands += outpace_room(op[-2].part, op[-2].parts, rows_of(p, op));
     return (Product){.part = op->part, .parts = op->parts, .x = p->buffer[op->from],
                      .x_stride = op->from_stride ? op->from_stride : op->part->inputs,
                      .rows = rows_of(p, op), .y = p->buffer[op->to],
                      .stride = op->to_stride ? op->to_stride : op->width,
-                     .operands = operands, .threads = p->threads};
+                     .operands = p->buffer[op->more], .threads = p->threads};
 }
 static void prepare_rows(const void *context, const void *self, int64_t piece) {
     const Product product = product_of(context, self);
@@ -164,28 +138,6 @@ static void prepare_rows(const void *context, const void *self, int64_t piece) {
 static void multiply_rows(const void *context, const void *self, int64_t piece) {
     const Product product = product_of(context, self);
     multiply_piece(&product, piece);
-}
-
-/* Some columns of both halves, gated at once, so no thread reads what another one has written. */
-static int64_t gated_columns(const Program *p, const Op *op) {
-    return SPAN * cut(op->width, 2 * SPAN, rows_of(p, op), p->threads);
-}
-static int64_t gated_pieces(const Program *p, const Op *op) {
-    const int64_t columns = gated_columns(p, op), half = op->width / 2;
-    return rows_of(p, op) ? (half + columns - 1) / columns : 0;
-}
-static void multiply_gated(const void *context, const void *self, int64_t piece) {
-    const Program *p = context;
-    const Op *op = self, *next = op + 1;
-    const Product product = product_of(p, op);
-    const int64_t columns = gated_columns(p, op), half = next->width, first = piece * columns;
-    const int64_t last = first + columns < half ? first + columns : half;
-    multiply_columns(&product, first, last);
-    multiply_columns(&product, half + first, half + last);
-    for (int64_t row = 0; row < product.rows; row++) gate_row(p, next, row, first, last);
-    if (!feeds(p, next)) return;
-    const Product fed = product_of(p, next + 1);
-    prepare_part(&fed, 0, fed.rows, first, last);
 }
 
 #define LAYER                                                                                     \
@@ -199,6 +151,17 @@ static void store_new(const void *context, const void *self, int64_t piece) {
     LAYER keep_piece(pass, piece, keys, values);
 }
 
+/* Whether the next operation begins with the rows that this one writes, cut in the same way: a product with
+   its operands, attention with new keys. Then one thread does both, with no hand-over between. */
+static int feeds(const Program *p, const Op *op) {
+    const Op *next = op + 1;
+    if (next == p->op + p->ops || next->rows != op->rows) return 0;
+    if (op->kind == NORM || op->kind == GATE)
+        return next->kind == PRODUCT && next->from == op->to && next->part->inputs == op->width;
+    const Pass *pass = next->kind == ATTEND ? p->pass[next->index] : NULL;
+    return op->kind == TURN && pass && !pass->choices && pass->news == rows_of(p, op) &&
+           (pass->group + 2) * pass->kv * pass->width == p->heads * op->width;
+}
 static int is_fed(const Program *p, const Op *op) { return op > p->op && feeds(p, op - 1); }
 static void feed_rows(const void *context, const void *self, int64_t piece) {
     const Op *op = self;
@@ -235,7 +198,6 @@ static void choose_rows(const void *context, const void *self, int64_t piece) {
 /* An operation is up to seven tasks. */
 static Task *plan(const Program *p, const Op *op, Task *task) {
     const int64_t rows = rows_of(p, op), width = op->width;
-    if (op > p->op && is_gated(p, op - 1)) return task;
     if (feeds(p, op)) {
         *task++ = (Task){feed_rows, op, pieces_of(rows, op->kind == TURN ? p->heads * width : width)};
         return task;
@@ -253,8 +215,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case PRODUCT: {
         const Product product = product_of(p, op);
         if (!is_fed(p, op)) *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
-        if (is_gated(p, op)) *task++ = (Task){multiply_gated, op, gated_pieces(p, op)};
-        else *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
+        *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
         break;
     }
     case ATTEND:
@@ -325,11 +286,11 @@ static void gate_apart(const void *context, const void *self, int64_t piece) {
         Row own = past(a->more, 2 * row * a->width, a->half_out);
         void *to = (void *)past(a->out, row * a->width, a->half_out);
         if (a->kind == SILU) {
-            if (a->half_out) gate(own, to, a->width, 0, a->width, 1, SILU);
-            else gate(own, to, a->width, 0, a->width, 0, SILU);
+            if (a->half_out) gate(own, to, a->width, 1, SILU);
+            else gate(own, to, a->width, 0, SILU);
         } else {
-            if (a->half_out) gate(own, to, a->width, 0, a->width, 1, GELU_TANH);
-            else gate(own, to, a->width, 0, a->width, 0, GELU_TANH);
+            if (a->half_out) gate(own, to, a->width, 1, GELU_TANH);
+            else gate(own, to, a->width, 0, GELU_TANH);
         }
     }
 }

@@ -21,19 +21,16 @@ typedef struct {
     int64_t threads;
 } Product;
 
-/* Groups of a piece, each of `size` outputs. Behind each beginning the processor waits for weights, so a few rows
-   have as few pieces as there are threads, of LONG outputs at most: nobody waits long for a thread that was
-   stopped. Over MANY rows the processor computes, and more pieces end together. */
+/* Groups of a piece. Behind each beginning the processor waits for weights, so a few rows have as few pieces as
+   there are threads, of LONG outputs at most: nobody waits long for a thread that was stopped. Over MANY rows
+   the processor computes, and more pieces end together. */
 enum { FEWEST = 64, LONG = 2048 };
-static int64_t cut(int64_t outputs, int64_t size, int64_t rows, int64_t threads) {
-    const int64_t groups = (outputs + size - 1) / size, fewest = FEWEST / size;
-    const int64_t longest = (outputs + LONG * threads - 1) / (LONG * threads);
+static int64_t cut(const Matrix *m, int64_t rows, int64_t threads) {
+    const int64_t groups = groups_of(m), fewest = FEWEST / group_size((int)m->kind);
+    const int64_t longest = (m->outputs + LONG * threads - 1) / (LONG * threads);
     const int64_t turns = 1 + rows / MANY < longest ? longest : 1 + rows / MANY;
     const int64_t piece = (groups + turns * threads - 1) / (turns * threads);
     return piece < fewest ? fewest : piece;
-}
-static int64_t groups_cut(const Matrix *m, int64_t rows, int64_t threads) {
-    return cut(m->outputs, group_size((int)m->kind), rows, threads);
 }
 
 /* Where the operands of each kind are; gives the bytes of all. */
@@ -55,52 +52,37 @@ int64_t outpace_room(const Matrix *part, int64_t parts, int64_t rows) {
     return spread(part, parts, rows, at, first);
 }
 
-/* Write operands of rows `row` to `stop`, of inputs `from` to `to`. */
-static void prepare_part(const Product *p, int64_t row, int64_t stop, int64_t from, int64_t to) {
-    int64_t at[OPERANDS];
-    const Matrix *first[OPERANDS] = {0};
-    spread(p->part, p->parts, p->rows, at, first);
-    for (int kind = 0; kind < OPERANDS; kind++)
-        if (first[kind])
-            product_prepare(first[kind], p->x, p->x_stride, (int)p->x_half, p->rows, row, stop, from, to,
-                            p->operands + at[kind]);
-}
 static int64_t prepare_pieces(const Product *p) { return pieces_of(p->rows, p->part->inputs); }
 static void prepare_piece(const Product *p, int64_t piece) {
-    int64_t row, stop;
+    int64_t at[OPERANDS], row, stop;
+    const Matrix *first[OPERANDS] = {0};
+    spread(p->part, p->parts, p->rows, at, first);
     part_of(p->rows, prepare_pieces(p), piece, &row, &stop);
-    prepare_part(p, row, stop, 0, p->part->inputs);
-}
-
-/* Outputs `first` to `last` of all parts, in whole groups. */
-static void multiply_columns(const Product *p, int64_t first, int64_t last) {
-    int64_t at[OPERANDS], column = 0;
-    const Matrix *with[OPERANDS] = {0};
-    spread(p->part, p->parts, p->rows, at, with);
-    for (const Matrix *m = p->part; column < last; column += m++->outputs) {
-        const int64_t size = group_size((int)m->kind), from = first - column, to = last - column;
-        if (from >= m->outputs) continue;
-        product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,
-                      (void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, from < 0 ? 0 : from / size,
-                      to < m->outputs ? to / size : groups_of(m));
-    }
+    for (int kind = 0; kind < OPERANDS; kind++)
+        if (first[kind])
+            product_prepare(first[kind], p->x, p->x_stride, (int)p->x_half, p->rows, row, stop,
+                            p->operands + at[kind]);
 }
 
 static int64_t multiply_pieces(const Product *p) {
     int64_t pieces = 0;
     for (int64_t i = 0; p->rows && i < p->parts; i++) {
-        const int64_t size = groups_cut(p->part + i, p->rows, p->threads);
-        pieces += (groups_of(p->part + i) + size - 1) / size;
+        const int64_t groups = groups_of(p->part + i), size = cut(p->part + i, p->rows, p->threads);
+        pieces += (groups + size - 1) / size;
     }
     return pieces;
 }
 static void multiply_piece(const Product *p, int64_t piece) {
-    int64_t column = 0;
+    int64_t at[OPERANDS], column = 0;
+    const Matrix *first[OPERANDS] = {0};
+    spread(p->part, p->parts, p->rows, at, first);
     for (const Matrix *m = p->part;; column += m++->outputs) {
-        const int64_t groups = groups_cut(m, p->rows, p->threads), size = groups * group_size((int)m->kind);
-        const int64_t here = (groups_of(m) + groups - 1) / groups, from = piece * size;
+        const int64_t groups = groups_of(m), size = cut(m, p->rows, p->threads);
+        const int64_t here = (groups + size - 1) / size, from = piece * size;
         if (piece < here) {
-            multiply_columns(p, column + from, column + (from + size < m->outputs ? from + size : m->outputs));
+            product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,
+                          (void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, from,
+                          from + size < groups ? from + size : groups);
             return;
         }
         piece -= here;

@@ -733,17 +733,17 @@ INLINE int64_t product_room(const Matrix *m, int64_t rows) {
     return (rows * bytes + 63) / 64 * 64;
 }
 
-/* Write the operands of rows `first` to `last` of `rows`, of inputs `from_input` to `inputs`; the first of them
-   begins a block. x [rows, stride], bfloat16 if `half`. */
+/* Write the operands of rows `first` to `last` of `rows`; x [rows, stride], bfloat16 if `half`. */
 static void product_prepare(const Matrix *m, const void *x, int64_t stride, int half, int64_t rows,
-                            int64_t first, int64_t last, int64_t from_input, int64_t inputs, void *operands) {
+                            int64_t first, int64_t last, void *operands) {
+    const int64_t inputs = m->inputs;
     const int codes = is_coded(m->kind), halves = in_halves(m->kind);
     const int size = parcel_bytes((int)m->kind);
     for (int64_t r = first; r < last; r++) {
         Row row = past(x, r * stride, half);
-        float *wide = (float *)operands + r * filled(m->inputs);
-        bf16 *narrow = (bf16 *)operands + r * filled(m->inputs);
-        for (int64_t i = from_input; i < inputs; i += SPAN) {
+        float *wide = (float *)operands + r * filled(inputs);
+        bf16 *narrow = (bf16 *)operands + r * filled(inputs);
+        for (int64_t i = 0; i < inputs; i += SPAN) {
             float one[SPAN] = {0};
             const int64_t count = inputs - i < SPAN ? inputs - i : SPAN, b = i / SPAN;
             const float *from = one;

@@ -55,10 +55,9 @@ INLINE void rotate(float *x, const float *turn, int64_t width) {
     }
 }
 
-/* An activation of the first half of a row, times the second, for columns `from_column` to `to` of each. */
-INLINE void gate(Row from, void *out, int64_t width, int64_t from_column, int64_t to, const int half,
-                 const int kind) {
-    for (int64_t i = from_column; i < to; i += LANES) {
+/* An activation of the first half of a row, times the second. */
+INLINE void gate(Row from, void *out, int64_t width, const int half, const int kind) {
+    for (int64_t i = 0; i < width; i += LANES) {
         const vec x = read(from, i, half), up = read(from, width + i, half);
         /* x / 2 * (1 + tanh y) is x * sigmoid(2 y). */
         vec y = x;

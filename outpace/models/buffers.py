@@ -60,8 +60,7 @@ class Buffers:
         assert code is not None
         products = [one.product.matrices for one in linears if one.product is not None]
         most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
-        # A gate writes operands of the next product behind those of its own.
-        self.lend(OPERANDS, torch.zeros(2 * most, dtype=torch.uint8))
+        self.lend(OPERANDS, torch.zeros(most, dtype=torch.uint8))
 
     def found(self, rows: int) -> array[float]:
         """Memory for the best of so many rows of logits: index and value of each."""

@@ -432,7 +432,7 @@ class Plan:
         for op in self._ops:
             if op.kind == kinds.PRODUCT:
                 room = max(room, code.outpace_room(op.part, op.parts, counts[op.rows]))
-        places, size = [(_OPERANDS, 0)], -(-2 * room // (4 * LANES)) * LANES  # a gate writes those behind it
+        places, size = [(_OPERANDS, 0)], -(-room // (4 * LANES)) * LANES
         for buffer, width, count in self._own:
             places.append((buffer, size))
             size += -(-counts[count] * width // LANES) * LANES
