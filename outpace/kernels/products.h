@@ -667,8 +667,9 @@ INLINE int64_t filled(int64_t inputs) { return (inputs + 1) / 2 * 2; }
    weights stay in registers, else the other way round. */
 enum { BY_ROW = LANES == 16, TALL_NUMBERS = BY_ROW ? 12 : 2, BEST_NUMBERS = BY_ROW ? 8 : 2 };
 
-/* As FETCHED, but into the second cache: lines on their way to the first one hold up what rows are read there. */
-enum { FETCHED_NUMBERS = 6 << 10 };
+/* As FETCHED. For more than a few rows into the second cache, since lines on their way to the first one hold up
+   what is read there of the rows. */
+enum { FEW_NUMBERS = 3, FETCHED_FAR = 6 << 10 };
 
 INLINE void number_rows(const int kind, const int tall, const char *panel, int64_t bytes,
                         int64_t inputs, const char *x, float *out) {
@@ -680,7 +681,10 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
         const char *from = panel + line * LINE;
         const float *one = (const float *)x + line * (kind == F32 ? 1 : 2);
         const bf16 *half = (const bf16 *)x + line * 2;
-        EACH(n, 2) __builtin_prefetch(from + FETCHED_NUMBERS + n * 64, 0, 2);
+        EACH(n, 2) {
+            if (tall <= FEW_NUMBERS) __builtin_prefetch(from + FETCHED + n * 64, 0, 0);
+            else __builtin_prefetch(from + FETCHED_FAR + n * 64, 0, 2);
+        }
         EACH(i, BY_ROW ? tall : 2 * VECS) EACH(j, BY_ROW ? 2 * VECS : tall) {
             const int r = BY_ROW ? i : j, v = BY_ROW ? j : i;
             const vec w = load((const float *)from + v * LANES);
