@@ -288,7 +288,7 @@ class Engine:
 
     @contextmanager
     def listening(self, listener: Callable[[StepRecord], None]) -> Iterator[None]:
-        """Tell it of every step of the block."""
+        """Call ``listener`` with the record of every step of the block."""
         self.listeners.append(listener)
         try:
             yield

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import Any
@@ -25,7 +26,7 @@ from outpace.errors import RequestError
 from outpace.methods.cascade.check import check_levels as check_levels
 from outpace.methods.cascade.drafter import Cascade
 from outpace.methods.cascade.drafter import read_k as read_k
-from outpace.methods.cascade.probes import Passes, load_probes, run, watched
+from outpace.methods.cascade.probes import Passes, listening, load_probes, run, watched
 from outpace.methods.cascade.probes import spec_of as spec_of
 from outpace.methods.cascade.probes import text_of as text_of
 from outpace.methods.cascade.tally import Part
@@ -149,7 +150,7 @@ def measure(
     seen = watched(engine, probes, prompts, params, passes, alone if base is None else None, tick)
     if not seen[-1].parts:
         raise RequestError(
-            f"{probes.whole.spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
+            f"{probes.whole[1].spec} drafted nothing in {len(prompts)} answers of {max_new_tokens} tokens; "
             "give more, or longer ones"
         )
     names = (engine.target.name, *(level.model.name for level in probe.models))
@@ -260,23 +261,17 @@ def speedup(
     spent = {spec: Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
     below: dict[str, list[Passes]] = {spec: [] for spec in spent}
-    for spec in spent:  # the first answers pay for what is set up on the way
-        engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-        drafter = engine.method(spec).preferred.drafter
-        for level in drafter.models if isinstance(drafter, Cascade) else ():
-            own = Passes()
-            below[spec].append(own)
-            level.machine.listeners = (own.listen,)
-    try:
+    with ExitStack() as stack:
+        for spec in spent:  # the first answers pay for what is set up on the way
+            engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
+            drafter = engine.method(spec).preferred.drafter
+            if isinstance(drafter, Cascade):
+                below[spec] = [Passes() for _ in drafter.models]
+                stack.enter_context(listening(drafter, below[spec]))
         for prompt in prompts:
             for spec, passes in spent.items():
                 tokens[spec] += run(engine, spec, prompt, params, passes) - 1
             tick("measuring", 1)
-    finally:
-        for spec in spent:
-            drafter = engine.method(spec).preferred.drafter
-            for level in drafter.models if isinstance(drafter, Cascade) else ():
-                level.machine.listeners = ()
     plain = tokens["none"], spent["none"].whole
     return [
         Measured(

@@ -22,6 +22,8 @@ from outpace.methods.cascade.tally import Counts, Note, Part, note_parts, noted
 from outpace.params import SamplingParams
 from outpace.types import StepRecord
 
+K = list[list[int]]
+"""How many tokens each reviewer takes of each level."""
 MODEL_QUOTA, LOOKUP_QUOTA, INNER_QUOTA = 5, 8, 3
 """K of the probes: of models and of the lookup for the target, and of models for models."""
 
@@ -62,7 +64,7 @@ def spec_of(levels: str, k: Sequence[Sequence[int]], lenience: float = 1.0) -> s
     return f"cascade[levels={levels} k={text_of(k)}{more}]"
 
 
-def probe_k(models: int, lookup: bool) -> list[list[int]]:
+def probe_k(models: int, lookup: bool) -> K:
     """A K that shows every level to every reviewer."""
     return [
         [MODEL_QUOTA if row == 0 else INNER_QUOTA] * (models - row) + [LOOKUP_QUOTA] * lookup
@@ -70,25 +72,19 @@ def probe_k(models: int, lookup: bool) -> list[list[int]]:
     ]
 
 
-Rows = list[list[int]]
-"""A K."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probes:
-    """The cascades that answer."""
+    """The cascades that answer, each with its K."""
 
-    whole: Method
-    k: Rows
-    tail: Method | None
-    """One with a token of every model, for the lookup at the target; None without a lookup."""
-    tail_k: Rows
-    singles: Sequence[tuple[Rows, Method]]
+    whole: tuple[K, Method]
+    tails: Sequence[tuple[K, Method]]
+    """One with a token of every model, for the lookup at the target; none without a lookup."""
+    singles: Sequence[tuple[K, Method]]
     """Every lower level alone."""
 
     @property
     def cascade(self) -> Cascade:
-        drafter = self.whole.preferred.drafter
+        drafter = self.whole[1].preferred.drafter
         assert isinstance(drafter, Cascade)
         return drafter
 
@@ -98,21 +94,18 @@ def load_probes(engine: Engine, levels: str, lenience: float, *, anew: bool) -> 
     loaded = engine.method(f"cascade[levels={levels}]").preferred.drafter
     assert isinstance(loaded, Cascade)
     models, has_lookup = len(loaded.models), loaded.lookup is not None
-    k, tail_k, lookup = probe_k(models, has_lookup), [[1] * models + [LOOKUP_QUOTA]], models + 1
+    lookup = models + 1
 
-    def made(one: Rows) -> Method:
-        return engine.method(spec_of(levels, one, lenience))
+    def made(k: K) -> tuple[K, Method]:
+        return k, engine.method(spec_of(levels, k, lenience))
 
-    singles = [
-        [[0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]]
-        for number in (range(2, lookup + has_lookup) if anew else ())
-    ]
     return Probes(
-        whole=made(k),
-        k=k,
-        tail=made(tail_k) if has_lookup and anew else None,
-        tail_k=tail_k,
-        singles=[(one, made(one)) for one in singles],
+        whole=made(probe_k(models, has_lookup)),
+        tails=[made([[1] * models + [LOOKUP_QUOTA]])] if has_lookup and anew else (),
+        singles=[
+            made([[0] * (number - 1) + [LOOKUP_QUOTA if number == lookup else MODEL_QUOTA]])
+            for number in (range(2, lookup + has_lookup) if anew else ())
+        ],
     )
 
 
@@ -134,25 +127,23 @@ def watched(
     Returns:
         What was kept after so many prompts, beginning with none.
     """
-    whole, tail, probe = probes.whole, probes.tail, probes.cascade
+    (k, whole), probe = probes.whole, probes.cascade
     tables: list[dict[tuple[int, int], Part]] = [defaultdict(Part) for _ in range(3)]
     parts, tails, lone = tables
     for spec in ("none", whole.spec):  # the first answers pay for what is set up on the way
         engine.generate(list(prompts[0]), params, drafter=spec, reproducible=False)
-    notes: dict[Any, Note] = {one: note_parts(lone, 0, k, probe) for k, one in probes.singles}
-    if tail is not None:
-        notes[tail] = note_parts(tails, 0, probes.tail_k, probe)
-    notes[whole] = note_parts(parts, 0, probes.k, probe)
-    notes |= {level: note_parts(parts, level.number, probes.k, probe) for level in probe.models}
-    others = [*([] if tail is None else [tail]), *(one for _, one in probes.singles)]
+    notes: dict[Any, Note] = {one: note_parts(lone, 0, own, probe) for own, one in probes.singles}
+    notes |= {one: note_parts(tails, 0, own, probe) for own, one in probes.tails}
+    notes[whole] = note_parts(parts, 0, k, probe)
+    notes |= {level: note_parts(parts, level.number, k, probe) for level in probe.models}
     seen = [Counts({}, {}, {})]
-    with noted(notes), _listening(probe, passes[1:]):
+    with noted(notes), listening(probe, passes[1:]):
         for prompt in prompts:
             tick("probing", 0)
             if alone is not None:
                 run(engine, "none", prompt, params, alone)
             run(engine, whole.spec, prompt, params, passes[0])
-            for other in others:
+            for _, other in (*probes.tails, *probes.singles):
                 run(engine, other.spec, prompt, params, Passes())
             seen.append(Counts(*copy.deepcopy([dict(table) for table in tables])))
             tick("probing", 1)
@@ -160,14 +151,14 @@ def watched(
 
 
 @contextmanager
-def _listening(probe: Cascade, passes: Sequence[Passes]) -> Iterator[None]:
+def listening(cascade: Cascade, passes: Sequence[Passes]) -> Iterator[None]:
     """Time the passes of every model of a cascade."""
-    for level, own in zip(probe.models, passes, strict=True):
+    for level, own in zip(cascade.models, passes, strict=True):
         level.machine.listeners = (own.listen,)
     try:
         yield
     finally:
-        for level in probe.models:
+        for level in cascade.models:
             level.machine.listeners = ()
 
 
