@@ -376,11 +376,11 @@ class Scored:
         if len(self.start_B) == 2:
             return self
         lo, hi = self.start_B[index], self.start_B[index + 1]
-        taps: dict[str, Tensor] = {}
-        tap_start: tuple[int, ...] = (0,)
+        taps, tap_start = self.taps, self.tap_start_B[:1]
         if self.taps:
             a, b = self.tap_start_B[index], self.tap_start_B[index + 1]
-            taps = {name: rows[a:b] for name, rows in self.taps.items()}
+            between = getattr(self.taps, "between", None)  # of features that lie side by side
+            taps = between(a, b) if between else {name: rows[a:b] for name, rows in self.taps.items()}
             tap_start = (0, b - a)
         riders: tuple[Tensor | None, Tensor | None] = (None, None)
         rider_start: tuple[int, ...] = (0,)

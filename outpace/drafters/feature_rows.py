@@ -182,7 +182,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         for i, branch in enumerate(branches):
             node = branch.nodes[0]
             branch.state.out |= {node + level: seen + level * count + i for level in range(found.levels)}
-        self._took(out.head(found.levels * count).tensor.clone(), found.levels * count)
+        self._took(out.between(0, found.levels * count).tensor.clone(), found.levels * count)
         return levels_of(found, rows, self._id_D)
 
     def spread(

@@ -84,17 +84,26 @@ class Strip:
         """All of it; a view."""
         return self.part(0, self.width)
 
-    def head(self, rows: int) -> Strip:
-        """The first rows."""
-        return Strip(self._piece, self._first, self.address, min(rows, self.rows), self.width)
+    def between(self, first: int, stop: int) -> Strip:
+        """The rows from one to before another; of the same memory."""
+        at, stop = first * self.width, min(stop, self.rows)
+        return Strip(self._piece, self._first + at, self.address + 4 * at, stop - first, self.width)
 
-    def copy(self, rows: Sequence[int]) -> Strip:
-        """Some rows, in memory of their own. Indexing of torch takes three times as long after a pass."""
-        each, some = 4 * self.width, Piece(len(rows) * self.width)
-        for i, row in enumerate(rows):
-            assert 0 <= row < self.rows
-            ctypes.memmove(some.address + i * each, self.address + row * each, each)
-        return Strip(some.tensor, 0, some.address, len(rows), self.width)
+    @staticmethod
+    def joined(parts: Sequence[tuple[Strip, Sequence[int]]]) -> Strip:
+        """Some rows of strips of one width, in memory of their own.
+
+        Indexing of torch takes three times as long after a pass, and each tensor of a part as long as a row.
+        """
+        width, count = parts[0][0].width, sum([len(rows) for _, rows in parts])
+        each, some = 4 * width, Piece(count * width)
+        to = some.address
+        for strip, rows in parts:
+            for row in rows:
+                assert 0 <= row < strip.rows
+                ctypes.memmove(to, strip.address + row * each, each)
+                to += each
+        return Strip(some.tensor, 0, some.address, count, width)
 
 
 _PIECE = 1 << 18

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 
 import torch
@@ -58,12 +58,9 @@ class SideBySide(Mapping[str, Tensor]):
     def __init__(self, names: tuple[str, ...], strip: Strip) -> None:
         self.names, self.strip = names, strip
 
-    def cut(self, rows: slice | list[int]) -> SideBySide:
-        """Some rows of all features; of the same memory if they are the first ones."""
-        if isinstance(rows, slice):
-            assert not rows.start and rows.step is None
-            return SideBySide(self.names, self.strip.head(rows.stop))
-        return SideBySide(self.names, self.strip.copy(rows))
+    def between(self, first: int, stop: int) -> SideBySide:
+        """Some rows of all features, of the same memory; no tensor is made for that."""
+        return SideBySide(self.names, self.strip.between(first, stop))
 
     def __getitem__(self, name: str) -> Tensor:
         if name not in self.names:
@@ -81,9 +78,37 @@ class SideBySide(Mapping[str, Tensor]):
         return len(self.names)
 
 
-def cut(taps: Mapping[str, Tensor], rows: slice | list[int]) -> Mapping[str, Tensor]:
-    """Some rows of all features: the first ones, as views, or those of a list."""
-    return taps.cut(rows) if isinstance(taps, SideBySide) else {name: x[rows] for name, x in taps.items()}
+Rows = slice | list[int] | None
+"""Rows of features: the first ones, those of a list, or all."""
+
+
+def cut(taps: Mapping[str, Tensor], rows: Rows) -> Mapping[str, Tensor]:
+    """Some rows of all features; of the same memory unless they are those of a list."""
+    if rows is None:
+        return taps
+    if not isinstance(taps, SideBySide):
+        return {name: x[rows] for name, x in taps.items()}
+    if isinstance(rows, slice):
+        return taps.between(0, rows.stop)
+    return SideBySide(taps.names, Strip.joined([(taps.strip, rows)]))
+
+
+def joined(parts: Sequence[tuple[Mapping[str, Tensor], Rows]], names: Iterable[str]) -> Mapping[str, Tensor]:
+    """Some rows of the features of several passes, one after another."""
+    if len(parts) == 1:
+        return cut(*parts[0])
+    beside = [(taps, at) for taps, at in parts if isinstance(taps, SideBySide)]
+    if len(beside) == len(parts) and len({taps.names for taps, _ in beside}) == 1:
+        rows = [(taps.strip, _listed(taps, at)) for taps, at in beside]
+        return SideBySide(beside[0][0].names, Strip.joined(rows))
+    shown = [cut(*part) for part in parts]
+    return {name: torch.cat([one[name] for one in shown]) for name in names}
+
+
+def _listed(taps: SideBySide, rows: Rows) -> Sequence[int]:
+    if isinstance(rows, list):
+        return rows
+    return range(taps.strip.rows if rows is None else rows.stop)
 
 
 def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
@@ -93,10 +118,10 @@ def beside(taps: Mapping[str, Tensor], names: tuple[str, ...]) -> Tensor:
     return torch.cat([taps[name] for name in names], -1)
 
 
-def side_by_side(
-    taps: Mapping[str, Tensor], rows: slice | list[int] | None, names: Sequence[str]
-) -> Strip | None:
+def side_by_side(taps: Mapping[str, Tensor], rows: Rows, names: Sequence[str]) -> Strip | None:
     """Rows of features (None: all) where they lie side by side in this order; None elsewhere."""
     if not isinstance(taps, SideBySide) or taps.names != names:
         return None
-    return taps.strip if rows is None else taps.cut(rows).strip
+    found = cut(taps, rows)
+    assert isinstance(found, SideBySide)
+    return found.strip
