@@ -128,7 +128,13 @@ class RowDrafter(FeatureDrafter[RowState]):
     """
 
     most_waiting = _WAITING
-    traits = Traits(default_nodes=5, default_tree="dynamic", needs=frozenset({TAPS, HEAD}), samples=True)
+    traits = Traits(
+        default_nodes=5,
+        default_tree="dynamic",
+        needs=frozenset({TAPS, HEAD}),
+        samples=True,
+        level_D=(0.1, 0.03),  # all that stands around a draft is in its first level
+    )
 
     def __init__(self, net: FeatureNet, id_D: Tensor | None, temper_D: tuple[float, ...] = ()) -> None:
         self.net, self._id_D = net, id_D

@@ -29,12 +29,11 @@ def pick(
     rows = batch + load.beside
     best, found = batch / costs.passed(rows, load.context, batch), None
     for name, budget in drafters.items():
-        level = costs.price(name, batch)
         for nodes, depth in sizes_to_weigh(budget):
             chance = min(_SUREST, chances[name])
             tokens = (1.0 - chance ** (depth + 1)) / (1.0 - chance)
             seconds = costs.passed(rows + batch * nodes, load.context, batch)
-            rate = batch * tokens / (seconds + level * depth)
+            rate = batch * tokens / (seconds + costs.price(name, batch, depth))
             if rate > best:
                 best, found = rate, (name, nodes, depth)
     return found

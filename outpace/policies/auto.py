@@ -78,6 +78,7 @@ class Auto(Policy):
         self._tick = self._guesses = 0  # steps, and guesses of the last one
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
+        self._told: set[str] = set()  # drafters that preview
         self._prices: dict[tuple[int, ...], tuple[int, Prices]] = {}  # with the step until which they hold
 
     def begin(self, key: str = "", greedy: bool = True) -> State:
@@ -97,6 +98,8 @@ class Auto(Policy):
         self._tick += 1
         prices = self._priced(len(rows), load)
         previewed, asked = self._offered(rows, awake, prices, load)
+        if self._tick == 1 and not self.costs.known:
+            previewed, asked = {}, {}  # guesses are compared with a pass that has none
         chosen: dict[int, Offer] = {}
         for i in awake:
             best = max([menu_B[i].offers[0] for menu_B in previewed.values() if i in menu_B], default=None)
@@ -132,14 +135,15 @@ class Auto(Policy):
         previewed: dict[str, dict[int, Menu]] = {}
         asked: dict[str, dict[int, Menu]] = {}
         for i in awake:
-            row = rows[i]
+            self._told |= rows[i].previews.keys()
+        for i, row in enumerate(rows):
             for name, budget in row.drafters.items() if row.limit.max_depth > 0 else ():
                 preview = row.previews.get(name)
                 if preview:
                     scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
                     offer = prices.look_up(name, preview, row.limit, scale)
                     previewed.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
-                elif preview is None and budget.max_nodes and name != NONE:
+                elif name not in self._told and budget.max_nodes and name != NONE:
                     menu = self._menu(row, name, prices, load)
                     if menu.best is not None:
                         asked.setdefault(name, {})[i] = menu
@@ -164,8 +168,7 @@ class Auto(Policy):
             read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
             here = self._here(state, name)
             offers = prices.offers(name, budget, row.limit, self._pool(state, name), here, read)
-            level = prices.level(name)
-            best = max(offers, key=lambda one: one.gain - level * one.levels, default=None)
+            best = max(offers, key=lambda one: one.gain - prices.draft(name, one.levels), default=None)
             state.menus[name] = menu = Menu(prices, room, offers, read, best)
         return menu
 
@@ -176,7 +179,6 @@ class Auto(Policy):
         found: dict[int, Offer] = {}
         best = 0.0
         for name, menu_B in menus.items():
-            level = prices.level(name, len(menu_B))
             most = max([len(menu.offers) for menu in menu_B.values()])
             for depth in range(most) if len(menu_B) > 1 else (None,):
                 users: dict[int, Offer] = {}
@@ -188,8 +190,9 @@ class Auto(Policy):
                     if more > 0.0:
                         users[i] = offer
                         total, levels = total + more, max(levels, offer.levels)
-                if total - level * levels > best:
-                    best, found = total - level * levels, users
+                total -= prices.draft(name, levels, len(menu_B))
+                if total > best:
+                    best, found = total, users
         return found
 
     def _trial(
@@ -200,8 +203,7 @@ class Auto(Policy):
         idle = [name for name in menus if menus[name] and name not in used]
         for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
-            level = prices.level(name)
-            loss, offer = min([(level * one.levels - one.gain, one) for one in menu.offers[:2]])
+            loss, offer = min([(prices.draft(name, one.levels) - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
             if loss <= 1.0:  # while a lookup copies well, others wait
                 self._tried[name], chosen[i] = self._tick, offer

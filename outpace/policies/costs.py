@@ -2,8 +2,10 @@
 
 Every cost is a line in two numbers, by least squares that forget:
 
-    seconds of a pass  = a * plain  + b * more     of rows without and with guesses, see ``start``
-    seconds of a draft = a * levels + b * tokens   that the drafter reads first
+    seconds of a pass  = a * plain + b * more      of rows without and with guesses, see ``start``
+    seconds of a draft = a         + b * further   levels behind the first
+
+A draft for texts of which much is unread says what reading takes, and nothing of levels.
 
 A pass is meant with judging and committing what it scored. There is a line for each power of two of
 sequences; a new one begins like its neighbour. Passes are also corrected by what those of so many guesses
@@ -26,6 +28,7 @@ T = TypeVar("T")
 PAGE = 64
 """Positions of a context for which a price holds."""
 _WAITING = 64  # steps that costs were not read for, at most
+_UNREAD = 8  # tokens of a sequence that a draft reads as a part of its first level
 
 
 class Line:
@@ -105,6 +108,7 @@ class Costs:
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
         self._supposed: dict[str, float] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
+        self._reads: dict[str, tuple[float, float]] = {}  # seconds of late reading, and its tokens
         self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
         self.start(curve)
 
@@ -168,15 +172,18 @@ class Costs:
         tried, first = found.most if (found := self._passes.get(_power(batch))) else 0, self.tuning.first
         return max(first, batch // first, 2 * tried)
 
-    def price(self, drafter: str, sequences: int = 1) -> float:
-        """Seconds of a level of so many sequences together; of a call each, where no model runs."""
+    def price(self, drafter: str, sequences: int = 1, levels: float = 1.0) -> float:
+        """Seconds of a draft of some levels for so many sequences together; of a call each, where no model
+        runs.
+        """
         self._settle()
-        return self._draft(drafter, sequences).a
+        return self._draft(drafter, sequences).of(1.0, levels - 1.0)
 
     def reading(self, drafter: str, tokens: int) -> float:
         """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
         self._settle()
-        return self._draft(drafter, 1).b * tokens
+        seconds, of = self._reads.get(drafter, (0.0, 1.0))
+        return seconds / of * tokens
 
     def lately(self, batch: int) -> float:
         """Tokens per second of steps of about so many sequences; 0 before the first."""
@@ -220,15 +227,20 @@ class Costs:
 
     def _learn_draft(self, rows: Sequence[RowRecord], levels: int, spent: float) -> None:
         """Learn the price of the one drafter of a step."""
-        name, count = rows[0].drafter, len(rows)
+        name, count, keep = rows[0].drafter, len(rows), self.tuning.remember
         line, lines = self._draft(name, count), self._drafts.setdefault(name, {})
-        units, tokens = float(levels or count), float(sum([row.num_uncached for row in rows]))
+        units, further = (1.0, levels - 1.0) if levels else (float(count), 0.0)
+        tokens = sum([row.num_uncached for row in rows])
+        if tokens > _UNREAD * count:
+            seconds, of = self._reads.get(name, (0.0, 0.0))
+            late = max(0.0, spent - line.of(units, further))
+            self._reads[name] = keep * seconds + late, keep * of + tokens
+            return
         if not lines and self._find(name) is None:
             # The first draft warms up; a price that forbids a second one would stay.
-            spent = min(spent, self.tuning.stall * line.of(units, tokens))
-        lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning)).learn(
-            units, tokens, spent
-        )
+            spent = min(spent, self.tuning.stall * line.of(units, further))
+        line = lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning))
+        line.learn(units, further, spent)
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
@@ -237,7 +249,7 @@ class Costs:
         known, plain = self._find(name), self.passed(1, 0, 1)
         level = (known.level or known.call) if known else 0.0
         level = level or self._supposed.get(name, self.tuning.part * plain)
-        return Line(level, 0.0, self.tuning)
+        return Line(level, self.tuning.part, self.tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
@@ -245,7 +257,9 @@ class Costs:
             return found
         near = _nearest(self._passes, batch)
         if near is None:
-            return self.form(None, self.tuning.part if self._curve is None else 1.0, batch, self.tuning)
+            most = 1.0 / batch  # a pass over so many rows is dearer than as many times a row more
+            ratio = min(self.tuning.part, most) if self._curve is None else 1.0
+            return self.form(None, ratio, batch, self.tuning)
         a, b = near.a, near.b
         if self._curve is None:
             a = max(b, a + b * (batch - near.size))

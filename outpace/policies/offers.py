@@ -63,8 +63,15 @@ class Prices:
             many = max(batch // 2, guesses)
             one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - self.plain) / many
             self.row_R = tuple([one * n for n in range(len(self.pass_R))])
-        self.level = cache(lambda drafter, sequences=1: rate * costs.price(drafter, sequences))
+        self._levels = cache(
+            lambda drafter, sequences: tuple([rate * costs.price(drafter, sequences, n) for n in (1, 2)])
+        )
         self._idle = cache(lambda reason: Plan(NONE, NOTHING, Choice(reason, {NONE: none})))
+
+    def draft(self, drafter: str, levels: float, sequences: int = 1) -> float:
+        """Of a draft with so many levels, for so many sequences together."""
+        first, second = self._levels(drafter, sequences)
+        return first + (second - first) * (levels - 1.0) if levels else 0.0
 
     def look_up(self, name: str, preview: Sequence[float], limit: Budget, scale: float) -> Offer:
         """The best draft of a lookup that says what chances its guesses have; ``scale`` corrects them."""
@@ -122,11 +129,12 @@ class Prices:
         """Put an offer into a plan, and say why."""
         if offer is None:
             return self._idle(reason)
-        own, level = row.drafters[offer.drafter], self.level(offer.drafter) if offer.levels else 0.0
+        own = row.drafters[offer.drafter]
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        price = Price((level,), self.row_R) if offer.levels else None
+        first, second = self._levels(offer.drafter, 1) if offer.levels else (0.0, 0.0)
+        price = Price((first, second - first), self.row_R) if offer.levels else None
         fits = min(own.max_rows, row.limit.max_rows)
         asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
-        seconds = self.plain + (offer.kept - offer.gain + level * offer.levels) / self.rate
+        seconds = self.plain + (offer.kept - offer.gain + self.draft(offer.drafter, offer.levels)) / self.rate
         rates = {NONE: self.none, offer.drafter: (self.none * self.plain + offer.kept) / seconds}
         return Plan(offer.drafter, asked, Choice(reason, rates))

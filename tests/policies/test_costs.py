@@ -111,7 +111,7 @@ def test_levels_and_calls_have_prices():
 def test_reading_late_makes_no_level_dearer():
     steps = [record(3, 0.02, 0.004 + 0.0001 * n, 2, "m", uncached=n) for n in (0, 2, 200, 1, 90)]
     costs = watched(*steps, times=12)
-    assert costs.price("m") == pytest.approx(0.002, rel=0.1)
+    assert costs.price("m", 1, 2) == pytest.approx(0.004, rel=0.1)
 
 
 def test_beside_one_with_levels_a_lookup_costs_next_to_nothing():
@@ -120,11 +120,11 @@ def test_beside_one_with_levels_a_lookup_costs_next_to_nothing():
     rows = (RowRecord(0, "look", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
     for _ in range(20):
         costs.watch(StepRecord(0, rows, {"draft": 0.0042, "score": 0.02}, 6, draft_levels=2))
-    assert costs.price("m") == pytest.approx(0.002, rel=0.1)
+    assert costs.price("m", 1, 2) == pytest.approx(0.004, rel=0.1)
     two = (RowRecord(0, "n", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
     for _ in range(20):
         costs.watch(StepRecord(0, two, {"draft": 0.09, "score": 0.02}, 6, draft_levels=2))
-    assert costs.price("m") == pytest.approx(0.002, rel=0.1), "nobody knows whose seconds these are"
+    assert costs.price("m", 1, 2) == pytest.approx(0.004, rel=0.1), "nobody knows whose seconds these are"
 
 
 def test_the_first_draft_warms_up():
