@@ -98,8 +98,6 @@ class Auto(Policy):
         self._tick += 1
         prices = self._priced(len(rows), load)
         previewed, asked = self._offered(rows, awake, prices, load)
-        if self._tick == 1 and not self.costs.known:
-            previewed, asked = {}, {}  # guesses are compared with a pass that has none
         chosen: dict[int, Offer] = {}
         for i in awake:
             best = max([menu_B[i].offers[0] for menu_B in previewed.values() if i in menu_B], default=None)

@@ -249,7 +249,7 @@ class Costs:
         known, plain = self._find(name), self.passed(1, 0, 1)
         level = (known.level or known.call) if known else 0.0
         level = level or self._supposed.get(name, self.tuning.part * plain)
-        return Line(level, self.tuning.part, self.tuning)
+        return Line(level, 1.0, self.tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
@@ -257,7 +257,7 @@ class Costs:
             return found
         near = _nearest(self._passes, batch)
         if near is None:
-            most = 1.0 / batch  # a pass over so many rows is dearer than as many times a row more
+            most = 1.5 / batch  # a row more is no dearer than that, or rows had better not share a pass
             ratio = min(self.tuning.part, most) if self._curve is None else 1.0
             return self.form(None, ratio, batch, self.tuning)
         a, b = near.a, near.b

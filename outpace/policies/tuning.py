@@ -12,8 +12,8 @@ class Tuning:
     hope: float = 0.6
     """Probability that a level is kept of which nothing is known. High enough to be tried once."""
     doubt: float = 12.0
-    """Guesses that a stated chance counts as before what was kept overrules it. Fewer: one refusal
-    turns a drafter off."""
+    """Guesses that a stated chance counts as before what was kept overrules it. Fewer: one refusal turns a
+    drafter off, and of several sequences those are picked that had luck."""
     text: float = 40.0
     """Guesses of one sequence that count. A text may change its kind; fewer are noise."""
     pool: float = 400.0
@@ -23,8 +23,7 @@ class Tuning:
     remember: float = 0.97
     """What is left of a step's weight after the next step, in costs and in the mean throughput."""
     part: float = 0.2
-    """Seconds of a row, and of a draft, in passes over one row, before one was seen; and of a further level,
-    in drafts of one level."""
+    """Seconds of a row, and of a draft level, in passes over one row, before one was seen."""
     stall: float = 2.0
     """A step that takes so many times what was expected counts as that, unless the next does too."""
     first: int = 4
