@@ -7,7 +7,7 @@ from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import PolicyRow
 from outpace.policies.tuning import Tuning
-from outpace.types import NOTHING, KnownDrafter, Load
+from outpace.types import NOTHING, Budget, KnownDrafter, Load
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
 
@@ -275,3 +275,17 @@ def test_what_training_found_is_where_a_drafter_begins(tmp_path):
         steps = Simulator(policy, {"m": Fake([0.1], 0.003)}, know=False).run(12)
         first[share], drafts[share] = steps[0].depth, sum(one.depth > 0 for one in steps)
     assert first[0.9] > first[None] and drafts[0.05] < drafts[None]
+
+
+def test_sequences_that_rest_share_a_level():
+    """A level is paid for once, so all of a batch are weighed for it, those too that drafted nothing lately."""
+    policy = Auto(AutoConfig())
+    policy.costs.start(CURVE)
+    policy.costs.suppose("m", 0.1 * PASS)
+    for resting in (0, 7):
+        rows = [PolicyRow(policy.begin(), {"m": Fake([0.6]).budget}, Budget(64, 64), None) for _ in range(8)]
+        for row in rows[:resting]:
+            row.state.quiet = 3
+        policy._tick = 1
+        plans = policy.plan(rows, Load(8, 64))
+        assert [plan.drafter for plan in plans] == ["m"] * 8

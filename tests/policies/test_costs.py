@@ -191,3 +191,15 @@ def test_guesses_of_unknown_cost_are_few():
     assert costs.foreseen(1) == TUNING.first and Costs(CURVE).foreseen(1) > 1000
     costs.watch(record(7, 0.02, 0.001, 1, "m"))
     assert costs.foreseen(1) == 12
+
+
+def test_a_text_that_is_read_late_makes_no_level_free():
+    read = [record(3, 0.02, 0.0269, 1, "m", uncached=731), record(3, 0.02, 0.0120, 3, "m", uncached=412)]
+    usual = [record(3, 0.02, 0.00075 + 0.00017 * levels, levels, "m", uncached=2) for levels in (1, 3, 2)]
+    costs = Costs()
+    costs.know({"m": KnownDrafter(call=0.0, level=0.0005)})
+    for one in (*read, *usual, *usual):
+        costs.watch(one)
+    for levels in (1, 2, 5):
+        assert costs.price("m", 1, levels) == pytest.approx(0.00075 + 0.00017 * levels, rel=0.15)
+    assert costs.reading("m", 1000) == pytest.approx(0.033, rel=0.15)
