@@ -278,7 +278,7 @@ def test_what_training_found_is_where_a_drafter_begins(tmp_path):
 
 
 def test_sequences_that_rest_share_a_level():
-    """A level is paid for once, so all of a batch are weighed for it, those too that drafted nothing lately."""
+    """A level is paid for once: all of a batch are weighed for it, those that drafted nothing lately too."""
     policy = Auto(AutoConfig())
     policy.costs.start(CURVE)
     policy.costs.suppose("m", 0.1 * PASS)
