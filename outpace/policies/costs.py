@@ -28,7 +28,13 @@ T = TypeVar("T")
 PAGE = 64
 """Positions of a context for which a price holds."""
 _WAITING = 64  # steps that costs were not read for, at most
-_UNREAD = 8  # tokens of a sequence that a draft reads as a part of its first level
+_UNREAD = 8
+"""Tokens of a sequence that a draft reads as a part of its first level; one in every step reads no more. While
+late readers shared a line with others, levels of `eagle3` were free in batches."""
+_DEAREST = 1.5
+"""What a row more costs at most before one was seen, in passes over a batch for each of its sequences. A fifth
+of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With 1,
+noisy clocks lose 0.01."""
 
 
 class Line:
@@ -173,9 +179,7 @@ class Costs:
         return max(first, batch // first, 2 * tried)
 
     def price(self, drafter: str, sequences: int = 1, levels: float = 1.0) -> float:
-        """Seconds of a draft of some levels for so many sequences together; of a call each, where no model
-        runs.
-        """
+        """Seconds of a draft for so many sequences together; of a call each, where no model runs."""
         self._settle()
         return self._draft(drafter, sequences).of(1.0, levels - 1.0)
 
@@ -257,8 +261,7 @@ class Costs:
             return found
         near = _nearest(self._passes, batch)
         if near is None:
-            most = 1.5 / batch  # a row more is no dearer than that, or rows had better not share a pass
-            ratio = min(self.tuning.part, most) if self._curve is None else 1.0
+            ratio = min(self.tuning.part, _DEAREST / batch) if self._curve is None else 1.0
             return self.form(None, ratio, batch, self.tuning)
         a, b = near.a, near.b
         if self._curve is None:

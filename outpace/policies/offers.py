@@ -63,15 +63,18 @@ class Prices:
             many = max(batch // 2, guesses)
             one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - self.plain) / many
             self.row_R = tuple([one * n for n in range(len(self.pass_R))])
-        self._levels = cache(
-            lambda drafter, sequences: tuple([rate * costs.price(drafter, sequences, n) for n in (1, 2)])
-        )
+        self._price = cache(lambda drafter, sequences, n: rate * costs.price(drafter, sequences, n))
         self._idle = cache(lambda reason: Plan(NONE, NOTHING, Choice(reason, {NONE: none})))
 
     def draft(self, drafter: str, levels: float, sequences: int = 1) -> float:
         """Of a draft with so many levels, for so many sequences together."""
-        first, second = self._levels(drafter, sequences)
-        return first + (second - first) * (levels - 1.0) if levels else 0.0
+        first, further = self._levels(drafter, sequences)
+        return first + further * (levels - 1.0) if levels else 0.0
+
+    def _levels(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
+        """Of the first level of a draft, and of each further one."""
+        first = self._price(drafter, sequences, 1)
+        return first, self._price(drafter, sequences, 2) - first
 
     def look_up(self, name: str, preview: Sequence[float], limit: Budget, scale: float) -> Offer:
         """The best draft of a lookup that says what chances its guesses have; ``scale`` corrects them."""
@@ -131,8 +134,7 @@ class Prices:
             return self._idle(reason)
         own = row.drafters[offer.drafter]
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        first, second = self._levels(offer.drafter, 1) if offer.levels else (0.0, 0.0)
-        price = Price((first, second - first), self.row_R) if offer.levels else None
+        price = Price(self._levels(offer.drafter), self.row_R) if offer.levels else None
         fits = min(own.max_rows, row.limit.max_rows)
         asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
         seconds = self.plain + (offer.kept - offer.gain + self.draft(offer.drafter, offer.levels)) / self.rate
