@@ -29,12 +29,12 @@ PAGE = 64
 """Positions of a context for which a price holds."""
 _WAITING = 64  # steps that costs were not read for, at most
 _UNREAD = 8
-"""Tokens of a sequence that a draft reads as a part of its first level; one in every step reads no more. While
-late readers shared a line with others, levels of `eagle3` were free in batches."""
+"""Tokens of a sequence that a draft reads as a part of its first level; one in every step reads no more.
+While late readers shared a line with others, levels of `eagle3` were free in batches."""
 _DEAREST = 1.5
-"""What a row more costs at most before one was seen, in passes over a batch for each of its sequences. A fifth
-of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With 1,
-noisy clocks lose 0.01."""
+"""What a row more costs at most before one was seen, in passes over a batch for each of its sequences. A
+fifth of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With
+1, noisy clocks lose 0.01."""
 
 
 class Line:
