@@ -269,7 +269,7 @@ class BodyParser:
                 400,
                 f"at most {limits.logprobs} alternatives per token are reported, "
                 f"got {logprobs}; ask for fewer",
-                "logprobs",
+                "logprobs" if continues else "top_logprobs",
             )
         self._check_lengths(prompts, longest, "prompt" if continues else "messages")
         speculation = body.speculation or Speculation()

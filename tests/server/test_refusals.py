@@ -124,6 +124,7 @@ def test_bad_completions(client, body, param, says):
             "'image_url'",
         ),
         ({"top_logprobs": 2}, "top_logprobs", "needs logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20 alternatives"),
         ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens", "give one of them"),
         ({"tool_choice": "required"}, "tool_choice", "needs tools"),
         ({"parallel_tool_calls": 0}, "parallel_tool_calls", "should be true or false, got 0"),
