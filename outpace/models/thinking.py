@@ -279,10 +279,11 @@ class Reader:
     def __init__(self, section: Section, begun: Place, tokenizer: Any) -> None:
         self._section, self._place = section, begun
         self._stream = tokenizer.text_stream()
-        self._held: list[tuple[bool, int, int]] = []
-        """Tokens that may yet be a mark: whether they are thinking, their characters, their ids."""
-        self.said: list[int] = []
-        """Tokens of the answer itself, until somebody takes them."""
+        self._held: list[tuple[bool, int, tuple[int, int]]] = []
+        """Tokens that may yet be a mark: whether they are thinking, their characters, places and ids."""
+        self.said: list[tuple[int, int]] = []
+        """Places and ids of tokens of the answer itself, until somebody takes them."""
+        self._count = 0
         self._told: list[tuple[bool | None, int]] = []
         """Labels of characters that were not seen yet: thinking, said, or neither."""
         self._text = ""
@@ -305,7 +306,8 @@ class Reader:
         return self._parted(text)
 
     def _label(self, token: int, size: int) -> None:
-        section, before = self._section, self._place
+        section, before, place = self._section, self._place, self._count
+        self._count += 1
         self._place = after = section.step(before, token)
         if before.phase == CLOSING:
             self.cut = True
@@ -317,7 +319,7 @@ class Reader:
                 self._told += [(None, n) for _, n, _ in self._held] + [(None, size)]
                 self._held.clear()
             return
-        self._held.append((before.phase == INSIDE, size, token))
+        self._held.append((before.phase == INSIDE, size, (place, token)))
         crossed = after.phase == (OUTSIDE if before.phase == INSIDE else INSIDE)
         if crossed or (before.phase == OUTSIDE and after.phase == CLOSING):
             mark = section.end if before.phase == INSIDE else section.start

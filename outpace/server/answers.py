@@ -307,7 +307,7 @@ class ChatWriter(Writer):
             if syntax is None
             else [CallReader(syntax.form, syntax.names, tokenizer) for _ in range(wanted.answers)]
         )
-        told = wanted.reasoning
+        told, self._heard = wanted.reasoning, [0] * wanted.answers
         self._thoughts = [] if told is None else [told.reader(tokenizer) for _ in range(wanted.answers)]
 
     def opening(self, index: int) -> list[Json]:
@@ -334,19 +334,24 @@ class ChatWriter(Writer):
         self, index: int, ids: Sequence[int], text: str, ended: Result | None = None
     ) -> tuple[str, Found]:
         """New thinking, and new text and calls; with the result also what was kept back until the end."""
-        thought = ""
+        thought, said = "", list(enumerate(ids, self._heard[index]))
+        self._heard[index] += len(ids)
         if self._thoughts:
             reader = self._thoughts[index]
             pieces = reader.push(ids, text) + (reader.close() if ended else [])
             thought, text = ("".join(t for is_thought, t in pieces if is_thought is k) for k in (True, False))
-            ids, reader.said = reader.said, []
+            said, reader.said = reader.said, []
+        self._hear(said)
         if not self._readers:
             return thought, Found(text)
         calls = self._readers[index]
         cut = ended is not None and ended.finish_reason in ("length", "low_confidence")
-        parts = [calls.push(ids, text), *([calls.close(cut)] if ended else [])]
+        parts = [calls.push([token for _, token in said], text), *([calls.close(cut)] if ended else [])]
         found = Found("".join(part.text for part in parts), [call for part in parts for call in part.calls])
         return thought, self._counted(found)
+
+    def _hear(self, said: Sequence[tuple[int, int]]) -> None:
+        """Take places and ids of tokens that are no thinking, before the text that they make is told."""
 
     def _details(self) -> Json:
         return {"reasoning_tokens": sum(one.reasoning_tokens for one in self._thoughts)}

@@ -222,7 +222,8 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
             _add(said, fields.get(field, {}))
     _add(schemas["MessagesBody"]["properties"]["max_tokens"], most)
     _add(schemas["MessagesBody"]["properties"]["stop_sequences"], fields["stop"])
-    _add(schemas["ResponsesBody"]["properties"]["max_output_tokens"], most)
+    for field, said in (("max_output_tokens", most), ("top_logprobs", fields["top_logprobs"])):
+        _add(schemas["ResponsesBody"]["properties"][field], said)
     schemas["CompletionBody"]["properties"]["prompt"]["anyOf"] = prompts
     for name in ("MessagesBody", "CountBody"):
         _add(schemas[name]["properties"]["messages"], {"maxItems": of.messages})

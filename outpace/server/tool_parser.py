@@ -81,6 +81,8 @@ class CallReader:
         self._form, self._names = form, frozenset(names)
         self.begun = self.whole = 0
         """Calls that were told so far, and those of them that ended as they should."""
+        self.before = 0
+        """Characters of text that were told before the first call."""
         self._found = Found()
         self._again: deque[str] = deque()
         self._held: str | None = None
@@ -90,8 +92,9 @@ class CallReader:
         self._after_call = self._over = self._cut = False
         self._gap = ""
         """Blanks before a call, which text behind it gets back."""
-        self._marks = {} if tokenizer is None else special_marks(form, tokenizer)
-        self._stream = tokenizer.text_stream() if self._marks else None
+        self.marks = {} if tokenizer is None else special_marks(form, tokenizer)
+        """Token id -> mark, of marks that are special tokens; they count as characters here."""
+        self._stream = tokenizer.text_stream() if self.marks else None
         self._decoded = self._told = 0
         self._places: deque[tuple[int, str]] = deque()
         self._machine = self._run()
@@ -101,8 +104,8 @@ class CallReader:
         """Take new tokens and the text that became certain with them; give what is certain now."""
         if self._stream is not None:
             for token in ids:
-                if token in self._marks:
-                    self._places.append((self._decoded, self._marks[token]))
+                if token in self.marks:
+                    self._places.append((self._decoded, self.marks[token]))
                 else:
                     self._decoded += len(self._stream.push((token,)))
         while self._places and self._places[0][0] <= self._told + len(text):
@@ -359,6 +362,7 @@ class CallReader:
         if text:
             self._after_call, self._gap = False, ""
             self._found.text += text
+            self.before += 0 if self.begun else len(text)
 
     def _begin(self, name: str, arguments: str) -> None:
         """A call, with as much of its arguments as is known."""

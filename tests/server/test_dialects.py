@@ -8,7 +8,9 @@ import pytest
 
 from outpace import Engine
 from outpace.server.app import create_app
+from outpace.server.dialects.text_tokens import TextTokens
 from outpace.server.limits import Limits
+from outpace.server.tool_parser import HERMES, CallReader
 from outpace.serving.service import Service
 from tests.server.conftest import Client
 from tests.server.test_wire import listening
@@ -301,10 +303,72 @@ def test_a_response_has_a_form(official):
     assert answer.status == "completed" and json.loads(answer.output_text)["city"] in ("Oslo", "Rome")
 
 
+def test_a_response_has_log_probabilities(official, inside):
+    """They are the chat's, whole and in a stream."""
+    given = {"input": "ab ab", "max_output_tokens": 12, "top_logprobs": 2, **GREEDY}
+    asked = {**given, "include": ["message.output_text.logprobs"]}
+    own = inside.chat("ab ab", max_tokens=12, logprobs=True, top_logprobs=2, **GREEDY)["choices"][0]
+    answer = official.responses.create(model="tiny", **asked)
+    (part,) = answer.output[0].content
+    want = own["logprobs"]["content"]
+    assert [one.model_dump() for one in part.logprobs] == want and answer.top_logprobs == 2
+    with official.responses.stream(model="tiny", **asked) as stream:
+        events = list(stream)
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    told = [one.model_dump() for event in deltas for one in event.logprobs]
+    (done,) = [event for event in events if event.type == "response.output_text.done"]
+    assert told == want == [one.model_dump() for one in done.logprobs]
+    assert all(event.logprobs for event in deltas)
+    bare = official.responses.create(model="tiny", **{**asked, "top_logprobs": None})
+    assert [one.top_logprobs for one in bare.output[0].content[0].logprobs] == [[]] * 12
+    none = official.responses.create(model="tiny", **{**given, "top_logprobs": 0})
+    assert none.output[0].content[0].logprobs == []
+    # An answer goes back as it came.
+    again = [answer.output[0].model_dump(exclude_none=True), {"role": "user", "content": "b"}]
+    assert official.responses.create(model="tiny", input=again, max_output_tokens=1).output
+
+
+def test_log_probabilities_leave_thinking_out(thinker):
+    given = {"input": f"ab{MARKS[0]}", "max_output_tokens": 60, "thinking_token_budget": 25, **GREEDY}
+    answer = thinker.post("/v1/responses", {**given, "top_logprobs": 1}).json()
+    (part,) = answer["output"][1]["content"]
+    spelled = b"".join(bytes(one["bytes"]) for one in part["logprobs"])
+    assert spelled.decode("utf-8", "replace") == part["text"]
+
+
+def test_tokens_of_a_text_by_its_characters():
+    class Stream:
+        def push(self, ids):
+            return "".join("" if token == 9 else "ab"[: token + 1] for token in ids)
+
+    class Tokenizer:
+        special_ids = frozenset({7, 8})
+
+        def text_stream(self):
+            return Stream()
+
+    tokens = TextTokens(Tokenizer(), {8: "<call>"})
+    tokens.push([(0, 0), (3, 7), (4, 9), (5, 9), (6, 1), (7, 8), (8, 0)])
+    assert tokens.take(1) == [0]
+    assert tokens.take(2) == [4, 5, 6]  # two parts of a character belong to it
+    assert tokens.take(3) == []
+    assert tokens.take(9) == [7]
+    assert tokens.take(10) == [8]
+
+
+def test_log_probabilities_end_where_a_call_begins():
+    text = 'ab <tool_call>\n{"name": "f", "arguments": {}}\n</tool_call> more'
+    reader = CallReader(HERMES, ["f"])
+    found = reader.push((), text)
+    assert found.text + reader.close().text == "ab more" and reader.before == 2
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
         ({"frobnicate": 1}, "unknown field 'frobnicate'"),
+        ({"top_logprobs": 21}, "at most 20 alternatives"),
+        ({"include": ["file_search_call.results"]}, "include.0: should be"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),

@@ -30,6 +30,8 @@ class Block:
     """Of a call's function."""
     text: str = ""
     """So far; of a call, its arguments."""
+    logprobs: list[Json] = field(default_factory=list)
+    """Of the tokens of a text, as far as it was told; empty unless they were asked for."""
 
 
 @dataclass(slots=True)

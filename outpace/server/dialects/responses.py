@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, Tag
 
@@ -19,8 +19,8 @@ class TextPart(Body):
     text: str
     annotations: Annotated[list[Plain], Field(max_length=0)] | None = None
     """Empty: nothing is annotated."""
-    logprobs: Annotated[list[Plain], Field(max_length=0)] | None = None
-    """Empty, as they are told."""
+    logprobs: list[Any] | None = None
+    """Not read: those of an earlier answer come back."""
 
 
 class ReasoningPart(Body):
@@ -144,12 +144,15 @@ class StreamOptions(Body):
     include_obfuscation: bool = False
 
 
+_LOGPROBS = "message.output_text.logprobs"
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
 class ResponsesBody(Answered):
     """``POST /v1/responses``."""
 
     UNREAD: ClassVar[frozenset[str]] = frozenset(
         {
-            "include",
             "metadata",
             "prompt_cache_key",
             "prompt_cache_retention",
@@ -184,7 +187,10 @@ class ResponsesBody(Answered):
     background: Annotated[Literal[False] | None, BeforeValidator(truth)] = None
     truncation: Literal["disabled"] | None = None
     """A prompt that is too long is refused."""
-    include: Annotated[list[Literal["reasoning.encrypted_content"]], Field(fail_fast=True)] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
+    """What answers tell besides; of these only log-probabilities are there."""
+    top_logprobs: Id | None = None
+    """Alternatives per token of the text. Above 0 it asks for log-probabilities, as ``include`` does."""
     store: bool | None = None
     metadata: Plain | None = None
     user: str | None = None
@@ -232,6 +238,8 @@ def as_chat(body: ResponsesBody) -> ChatBody:
         found["tool_choice"] = {"type": "function", "function": {"name": choice.name}}
     else:
         found["tool_choice"] = choice
+    if body.top_logprobs or _LOGPROBS in (body.include or ()):
+        found |= {"logprobs": True, "top_logprobs": body.top_logprobs or 0}
     form = None if body.text is None else body.text.format
     if form is not None:
         if form.type == "json_schema" and form.schema_ is None:

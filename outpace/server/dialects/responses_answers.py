@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from outpace.engine.results import Result
+from outpace.sampling import TokenLogprobs
 from outpace.server.dialects.blocks import Block, BlockWriter, Happened
 from outpace.server.dialects.responses import ResponsesBody
+from outpace.server.dialects.text_tokens import TextTokens
 from outpace.server.encoding import Json
 from outpace.server.errors import ApiError
+from outpace.serving.events import Tokens
 
 PATH = "/v1/responses"
 _ITEMS = {"thinking": ("rs", "reasoning"), "text": ("msg", "message"), "call": ("fc", "function_call")}
@@ -41,6 +44,34 @@ class ResponsesWriter(BlockWriter):
         self._body = body
         self._next = 0
         self._key = secrets.token_hex(12)
+        self._scores: list[TokenLogprobs] = []
+        marks = self._readers[0].marks if self._readers else {}
+        scored = self.wanted.requests[0].params.logprobs is not None
+        self._tokens = TextTokens(self._tokenizer, marks) if scored else None
+        self._characters = 0
+
+    def answer(self, results: Sequence[Result], events: Sequence[Sequence[Tokens]]) -> Json:
+        self._scores += results[0].logprobs or ()
+        return super().answer(results, events)
+
+    def pieces(self, event: Tokens) -> list[Json]:
+        self._scores += event.logprobs
+        return super().pieces(event)
+
+    def _hear(self, said: Sequence[tuple[int, int]]) -> None:
+        if self._tokens is not None:
+            self._tokens.push(said)
+
+    def _scored(self, block: Block, new: str) -> list[Json]:
+        """Log-probabilities of the tokens of new text; of none behind a call."""
+        self._characters += len(new)
+        if self._tokens is None:
+            return []
+        until = self._readers[0].before if self._readers else self._characters
+        found = [self._scores[place] for place in self._tokens.take(until)]
+        told: list[Json] = self._logprobs(0, found)["content"]
+        block.logprobs += told
+        return told
 
     def opening(self, index: int) -> list[Json]:
         begun = self._response("in_progress", None)
@@ -51,13 +82,15 @@ class ResponsesWriter(BlockWriter):
         place = {"item_id": self._item_id(block), "output_index": block.number}
         event = _EVENTS[block.kind]
         part = place if block.kind == "call" else {**place, "content_index": 0}
-        logs: Json = {"logprobs": []} if block.kind == "text" else {}
+        logs: Json = {"logprobs": block.logprobs} if block.kind == "text" else {}
         if what == "opens":
             item = self._item(block, "in_progress")
             yield self._event("response.output_item.added", output_index=block.number, item=item)
             if block.kind != "call":
                 yield self._event("response.content_part.added", **part, part=_part(block, empty=True))
         elif what == "grows":
+            if logs:
+                logs["logprobs"] = self._scored(block, new)
             yield self._event(f"{event}.delta", **part, delta=new, **logs)
         else:
             key = "arguments" if block.kind == "call" else "text"
@@ -133,6 +166,7 @@ class ResponsesWriter(BlockWriter):
             "text": {"format": form},
             "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
             "tools": tools,
+            "top_logprobs": body.top_logprobs or 0,
             "top_p": params.top_p,
             "truncation": "disabled",
             "usage": None if result is None else self._usage(result),
@@ -158,4 +192,9 @@ def _part(block: Block, empty: bool = False) -> Json:
     text = "" if empty else block.text
     if block.kind == "thinking":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {
+        "type": "output_text",
+        "text": text,
+        "annotations": [],
+        "logprobs": [] if empty else block.logprobs,
+    }
