@@ -113,6 +113,7 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         errors: of pydantic, each with ``loc``, ``type``, ``msg``.
     """
     found = wording.likeliest(errors)
+    found[0] = wording.of_kind(found[0])
     first, place = found[0], wording.place(found[0])
     if first["type"] == "json_invalid":
         why = first.get("ctx", {}).get("error", "it ends too soon")

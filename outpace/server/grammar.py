@@ -60,10 +60,10 @@ class Grammars:
         except (ValueError, TypeError) as error:
             fault = str(error)
         if fault and not fault.startswith("WARNING"):
-            raise RequestError(f"{form.field} cannot be used: {_brief(fault)}")
+            raise RequestError(f"{form.source} cannot be used: {_brief(fault)}")
         start = self._library.LLMatcher(self._tokenizer, text, log_level=0)
         if start.is_error():
-            raise RequestError(f"{form.field} cannot be used: {_brief(start.get_error())}")
+            raise RequestError(f"{form.source} cannot be used: {_brief(start.get_error())}")
         return Grammar(start, self._tokenizer, self._vocab_size, self._eos_ids)
 
     def _text(self, form: StructuredOutput) -> str:

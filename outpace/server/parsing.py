@@ -293,7 +293,7 @@ class BodyParser:
         if options is not None and not body.stream:
             raise ApiError(400, "stream_options needs stream; set it to true", "stream_options")
         if speculation.trace and not body.stream:
-            raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation")
+            raise ApiError(400, "speculation.trace needs stream; set it to true", "speculation.trace")
         return ClientRequest(
             requests=tuple(requests),
             n=body.n or 1,

@@ -20,6 +20,11 @@ class StructuredOutput:
     field: str
     """Where the body says so."""
 
+    @property
+    def source(self) -> str:
+        """The field that holds the schema: a choice of tools takes it from them."""
+        return "tools" if self.field == "tool_choice" else self.field
+
 
 def structured_output(
     body: Generation, longest: int, calls: StructuredOutput | None = None
@@ -51,8 +56,8 @@ def structured_output(
     if found is not None and len(found.text) > longest:
         raise ApiError(
             400,
-            f"{found.field} has {len(found.text)} characters, and at most {longest} are read; shorten it",
-            found.field,
+            f"{found.source} has {len(found.text)} characters, and at most {longest} are read; shorten it",
+            found.source,
         )
     return found
 

@@ -90,6 +90,19 @@ def likeliest(errors: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return [one for one in same if place(one) == deepest]
 
 
+def of_kind(error: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same mistake; where the kind of an object is not known, at the field that names the kind."""
+    if not error["type"].startswith("unknown_"):
+        return error
+    key, value = error["type"].removeprefix("unknown_"), error["input"]
+    if not isinstance(value, dict):
+        return {**error, "type": "dict_type"}
+    there = {**error, "loc": (*error["loc"], key), "input": value.get(key)}
+    if key not in value:
+        return {**there, "type": "missing"}
+    return {**there, "msg": "Input is none that is read here"}
+
+
 def reason(errors: Sequence[Mapping[str, Any]]) -> str:
     """What a value should be, by mistakes at one place."""
     reasons = list(dict.fromkeys(map(_reason, errors)))

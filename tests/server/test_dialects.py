@@ -213,7 +213,7 @@ def test_both_forms_tell_thinking_apart(thinker):
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
-            "messages.0.content.0: has a type",
+            "messages.0.content.0.type: is none that is read here, got 'image'",
         ),
         ({"messages": [{"role": "assistant", "content": "a"}]}, "answers are not continued"),
         ({"messages": []}, "messages: should have at least 1 item, got 0"),
@@ -231,7 +231,7 @@ def test_both_forms_tell_thinking_apart(thinker):
         ({"thinking": {"type": "disabled", "budget_tokens": 1}}, "budget_tokens belongs to the type enabled"),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "a"}]}]},
-            "has a type that is not read here",
+            "messages.0.content.0.type: is none",
         ),
         ({"tools": [{"name": "f", "input_schema": {}, "type": "bash_20250124"}]}, "tools.0.type"),
         ({"container": "x"}, "unknown field 'container'"),
@@ -372,7 +372,10 @@ def test_log_probabilities_end_where_a_call_begins():
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"background": True}, "background"),
         ({"truncation": "auto"}, "truncation"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: has a type that is not read"),
+        (
+            {"input": [{"type": "item_reference", "id": "x"}]},
+            "input.0.type: is none that is read here, got 'item_reference'",
+        ),
         (
             {"input": [{"role": "user", "content": [{"type": "image"}]}]},
             "input.0.content.0.type: should be 'in",
@@ -385,6 +388,8 @@ def test_log_probabilities_end_where_a_call_begins():
             {"text": {"format": {"type": "json_schema", "schema": {"type": "odd"}}}},
             "text.format cannot be used",
         ),
+        ({"input": [{"type": 5}]}, "input.0.type: is none that is read here, got 5"),
+        ({"input": [5]}, "input.0: should be an object, got 5"),
         ({"input": []}, "input: should have at least 1 item, got 0"),
         ({"input": 5}, "input: should be a string or a list, got 5"),
         ({"input": [{"type": "reasoning"}]}, "input is empty"),
@@ -398,6 +403,33 @@ def test_responses_that_are_refused(inside, body, says):
     assert answer.status_code == 400, answer.text
     told = answer.json()["error"]
     assert says in told["message"] and told["param"].partition(".")[0] in body, told
+
+
+TREE = {"type": "function", "name": "f", "parameters": {"type": "odd"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/v1/responses", {"input": [{"type": "odd"}]}, "input.0.type"),
+        ("/v1/responses", {"input": "a", "speculation": {"detailed": True}}, "speculation.detailed"),
+        ("/v1/responses", {"input": "a", "speculation": {"trace": True}}, "speculation.trace"),
+        (
+            "/v1/responses",
+            {"input": "a", "speculation": {"trace": True}, "stream": True},
+            "speculation.trace",
+        ),
+        ("/v1/responses", {"input": "a", "tools": [TREE], "tool_choice": "required"}, "tools"),
+        ("/v1/messages", {"messages": [{"role": "odd", "content": "a"}]}, "messages.0.role"),
+        ("/v1/messages", {"messages": [{"content": "a"}]}, "messages.0.role"),
+        ("/v1/messages", {"messages": [{"role": "user", "content": [{}]}]}, "messages.0.content.0.type"),
+        ("/v1/messages", {"messages": ["a"]}, "messages.0"),
+    ],
+)
+def test_errors_name_the_field_itself(inside, path, body, param):
+    answer = inside.post(path, {**({"max_tokens": 1} if path == "/v1/messages" else {}), **body})
+    told = answer.json()["error"]
+    assert (answer.status_code, told["param"]) == (400, param), told
 
 
 def test_both_are_described(inside):

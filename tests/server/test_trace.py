@@ -128,7 +128,7 @@ def test_answers_of_one_request_are_traced_apart(client):
 
 def test_a_trace_needs_a_stream(client):
     error = client.refused("/v1/completions", {"prompt": "a", "speculation": {"trace": True}})
-    assert "needs stream" in error["message"] and error["param"] == "speculation"
+    assert "needs stream" in error["message"] and error["param"] == "speculation.trace"
     client.refused("/v1/completions", {"prompt": "a", "speculation": {"traced": True}})
 
 

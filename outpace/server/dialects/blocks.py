@@ -84,7 +84,7 @@ class BlockWriter(ChatWriter):
             raise ApiError(
                 400,
                 "speculation.detailed and speculation.trace are for completions and chats; leave them out",
-                "speculation",
+                f"speculation.{'detailed' if self.wanted.detailed else 'trace'}",
             )
         self.blocks = Blocks()
 
