@@ -242,32 +242,41 @@ class CompletionWriter(Writer):
         """The prompt, if it is to be echoed."""
         if self.wanted.echo is None:
             return []
-        choice = {
-            "index": index,
-            "text": self.wanted.echo[index // self.wanted.n],
-            "logprobs": None,
-            "finish_reason": None,
-        }
+        choice = {"index": index, "text": self._echo(index), "logprobs": None, "finish_reason": None}
         return [self._chunk([choice])]
 
     def _message(self, index: int, result: Result) -> Json:
-        echo = "" if self.wanted.echo is None else self.wanted.echo[index // self.wanted.n]
-        return {"text": echo + result.text}
+        return {"text": self._echo(index) + result.text}
 
     def _all_logprobs(self, index: int, result: Result) -> Json:
         answer, found = result.logprobs or (), result.prompt_logprobs
         if not found:
             return self._logprobs(index, answer)
-        first = self.wanted.requests[index // self.wanted.n].prompt[0]
-        start = self._logprobs(index, (TokenLogprobs(first, 0.0, ()),))
-        rest = self._logprobs(index, (*(one for one in found if one is not None), *answer))
-        return {
-            "tokens": start["tokens"] + rest["tokens"],
-            # Nothing comes before the first token that could tell its probability.
-            "token_logprobs": [None, *rest["token_logprobs"]],
-            "top_logprobs": [None, *rest["top_logprobs"]],
-            "text_offset": start["text_offset"] + rest["text_offset"],
-        }
+        ids, echo = self.wanted.requests[index // self.wanted.n].prompt, self._echo(index)
+        first = (TokenLogprobs(ids[0], 0.0, ()), *(one for one in found if one is not None))
+        start = self._columns(first, self._echoed(ids, echo))
+        self._offset[index] = len(echo)  # the answer begins a character of its own
+        rest = self._logprobs(index, answer)
+        # Nothing comes before the first token that could tell its probability.
+        start["token_logprobs"][0] = start["top_logprobs"][0] = None
+        return {name: [*column, *rest[name]] for name, column in start.items()}
+
+    def _echo(self, index: int) -> str:
+        return "" if self.wanted.echo is None else self.wanted.echo[index // self.wanted.n]
+
+    def _echoed(self, ids: Sequence[int], echo: str) -> list[int]:
+        """Where tokens of a prompt begin in its text, which may spell special ones or leave them out."""
+        offsets, place = [], 0
+        stream = None if self._tokenizer is None else self._tokenizer.text_stream()
+        for token in ids:
+            offsets.append(place)
+            if stream is None:
+                continue
+            if token not in self._tokenizer.special_ids:
+                place += len(stream.push((token,)))
+            elif (text := self._bytes(token).decode("utf-8", "replace")) and echo.startswith(text, place):
+                place += len(text)
+        return offsets
 
     def _delta(self, index: int, ids: Sequence[int], text: str) -> Json:
         return {"text": text}
@@ -285,6 +294,9 @@ class CompletionWriter(Writer):
         for one in found:
             offsets.append(self._offset[index])
             self._offset[index] += self._length(index, one.token)
+        return self._columns(found, offsets)
+
+    def _columns(self, found: Sequence[TokenLogprobs], offsets: list[int]) -> Json:
         return {
             "tokens": [self._token_text(one.token) for one in found],
             "token_logprobs": [_finite(one.logprob) for one in found],

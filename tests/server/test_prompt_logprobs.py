@@ -59,6 +59,23 @@ def test_they_are_the_models_own(client, engine, prompt):
     assert choice["text"].endswith(plain["text"])
 
 
+def test_offsets_of_a_prompt_that_ends_inside_a_character(client, engine):
+    """Its text ends with a replacement; the answer begins a text of its own."""
+    _, *euro = ids = engine.target.tokenizer.encode("a\u20ac")
+    asked = {**ASKED, "max_tokens": 2, "allowed_token_ids": euro[-1:]}
+    answer = client.complete([*ids, *euro[:2]], **asked)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "a\u20ac" + "\ufffd" * 3
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("prompt", "want"), [("<|begin|>ab", [0, 9, 10, 11]), ([0, 66, 67], [0, 0, 1, 2])])
+def test_offsets_of_a_prompt_with_a_special_token(client, prompt, want):
+    """A text spells it, and ids leave it out of the text."""
+    (choice,) = client.complete(prompt, **ASKED)["choices"]
+    assert choice["logprobs"]["text_offset"] == want
+
+
 def test_no_answer_may_be_wanted(client, engine):
     answer = client.complete(LONG, max_tokens=0, logprobs=2, echo=True)
     (choice,) = answer["choices"]
