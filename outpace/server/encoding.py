@@ -15,13 +15,13 @@ escapes those of ASCII; inside its strings, where alone they can stand, these ma
 
 
 def to_json(value: Any) -> bytes:
-    """Compact JSON in UTF-8, in one line for every reader.
+    """Compact JSON in UTF-8, in one line for every reader. Half surrogate pairs are escaped.
 
     Raises:
         ValueError: a number that is not finite, which is a defect of whoever gives it.
     """
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
-    return text.translate(_BREAKS).encode()
+    return text.translate(_BREAKS).encode(errors="backslashreplace")
 
 
 class JsonResponse(Response):

@@ -6,6 +6,7 @@ and not read (``UNREAD`` of each kind of body).
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -47,9 +48,13 @@ def too_deep(value: Any) -> bool:
     return True
 
 
-def _shallow(value: dict[str, Any]) -> dict[str, Any]:
+def _plain(value: dict[str, Any]) -> dict[str, Any]:
     if too_deep(value):
         raise ValueError(f"should have at most {DEEPEST} levels within each other")
+    try:
+        json.dumps(value, allow_nan=False)  # at the speed of C
+    except ValueError:
+        raise ValueError("should hold finite numbers alone") from None
     return value
 
 
@@ -105,7 +110,7 @@ Addend = Annotated[float, Field(ge=-1e30, le=1e30)]
 Ids = Annotated[list[Id], _FAST]
 Texts = Annotated[list[str], _FAST]
 Prompts = Annotated[str | list[str] | list[Id] | list[list[Id]], WrapValidator(_one_kind)]
-Plain = Annotated[dict[str, Any], AfterValidator(_shallow)]
+Plain = Annotated[dict[str, Any], AfterValidator(_plain)]
 Messages = Annotated[list[Plain], Field(fail_fast=True, max_length=MOST_MESSAGES)]
 
 

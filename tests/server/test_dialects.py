@@ -432,6 +432,18 @@ def test_errors_name_the_field_itself(inside, path, body, param):
     assert (answer.status_code, told["param"]) == (400, param), told
 
 
+def test_what_comes_back_is_json(inside):
+    """Numbers that JSON has not are refused; half a surrogate pair, which it has, is told as it came."""
+    url, typed = "/v1/responses", {"Content-Type": "application/json"}
+    for field in ('"metadata": {"a": NaN}', '"tools": [{"type": "function", "name": "f", "parameters": %s}]'):
+        body = '{"input": "a", "max_output_tokens": 1, ' + field.replace("%s", '{"default": 1e999}') + "}"
+        answer = inside.request("POST", url, content=body, headers=typed)
+        assert answer.status_code == 400 and "finite numbers alone" in answer.json()["error"]["message"]
+    body = r'{"input": "a", "max_output_tokens": 1, "metadata": {"\ud800": "\udfff"}}'
+    answer = inside.request("POST", url, content=body, headers=typed)
+    assert answer.status_code == 200 and r'"metadata":{"\ud800":"\udfff"}' in answer.text
+
+
 def test_both_are_described(inside):
     made = inside.get("/openapi.json").json()
     for path in ("/v1/messages", "/v1/messages/count_tokens", "/v1/responses"):
