@@ -346,21 +346,29 @@ class ChatWriter(Writer):
         self, index: int, ids: Sequence[int], text: str, ended: Result | None = None
     ) -> tuple[str, Found]:
         """New thinking, and new text and calls; with the result also what was kept back until the end."""
-        thought, said = "", list(enumerate(ids, self._heard[index]))
+        read = self._in_order(index, ids, text, ended)
+        parts = [part for _, found in read for part in found.parts]
+        return "".join(thought for thought, _ in read), Found(parts)
+
+    def _in_order(
+        self, index: int, ids: Sequence[int], text: str, ended: Result | None = None
+    ) -> list[tuple[str, Found]]:
+        """As ``_read``, in pieces: what was found in one comes behind its thinking."""
+        said, pieces = list(enumerate(ids, self._heard[index])), [(False, text)]
         self._heard[index] += len(ids)
         if self._thoughts:
             reader = self._thoughts[index]
             pieces = reader.push(ids, text) + (reader.close() if ended else [])
-            thought, text = ("".join(t for is_thought, t in pieces if is_thought is k) for k in (True, False))
             said, reader.said = reader.said, []
         self._hear(said)
         if not self._readers:
-            return thought, Found(text)
+            return [(text, Found()) if thinks else ("", Found([text])) for thinks, text in pieces]
         calls = self._readers[index]
-        cut = ended is not None and ended.finish_reason in ("length", "low_confidence")
-        parts = [calls.push([token for _, token in said], text), *([calls.close(cut)] if ended else [])]
-        found = Found("".join(part.text for part in parts), [call for part in parts for call in part.calls])
-        return thought, self._counted(found)
+        out = [("", calls.push([token for _, token in said], ""))]
+        out += [(text, Found()) if thinks else ("", calls.push((), text)) for thinks, text in pieces]
+        if ended is not None:
+            out.append(("", calls.close(ended.finish_reason in ("length", "low_confidence"))))
+        return [(thought, self._counted(found)) for thought, found in out]
 
     def _hear(self, said: Sequence[tuple[int, int]]) -> None:
         """Take places and ids of tokens that are no thinking, before the text that they make is told."""
@@ -379,7 +387,7 @@ class ChatWriter(Writer):
         syntax = self.wanted.call_syntax
         if syntax is None or syntax.parallel:
             return found
-        return Found(found.text, [call for call in found.calls if call["index"] == 0])
+        return Found([part for part in found.parts if isinstance(part, str) or part["index"] == 0])
 
     def _reason(self, index: int, result: Result) -> str | None:
         if self._readers and result.finish_reason == "stop":

@@ -61,9 +61,17 @@ MISTRAL = Format(name="mistral", opens="[TOOL_CALLS]", named="[ARGS]", short_ids
 class Found:
     """What a portion of text turned out to hold."""
 
-    text: str = ""
-    calls: list[Json] = field(default_factory=list)
-    """In the form of a streamed delta: the first of a call has its id and name."""
+    parts: list[str | Json] = field(default_factory=list)
+    """Text and calls, in the order of the answer."""
+
+    @property
+    def text(self) -> str:
+        return "".join(part for part in self.parts if isinstance(part, str))
+
+    @property
+    def calls(self) -> list[Json]:
+        """In the form of a streamed delta: the first of a call has its id and name."""
+        return [part for part in self.parts if not isinstance(part, str)]
 
 
 class _Broken(Exception):
@@ -361,13 +369,13 @@ class CallReader:
             text = text and self._gap + text
         if text:
             self._after_call, self._gap = False, ""
-            self._found.text += text
+            self._found.parts.append(text)
             self.before += 0 if self.begun else len(text)
 
     def _begin(self, name: str, arguments: str) -> None:
         """A call, with as much of its arguments as is known."""
         self._held, self._open = None, True
-        self._found.calls.append(
+        self._found.parts.append(
             {
                 "index": self.begun,
                 "id": self._form.new_id(),
@@ -379,9 +387,12 @@ class CallReader:
         self._after_call = True
 
     def _tell(self, arguments: str) -> None:
-        if not self._found.calls:
-            self._found.calls.append({"index": self.begun - 1, "function": {"arguments": ""}})
-        self._found.calls[-1]["function"]["arguments"] += arguments
+        parts = self._found.parts
+        if not parts or isinstance(parts[-1], str):
+            parts.append({"index": self.begun - 1, "function": {"arguments": ""}})
+        call = parts[-1]
+        assert not isinstance(call, str)
+        call["function"]["arguments"] += arguments
 
 
 def special_marks(form: Format, tokenizer: Any) -> dict[int, str]:

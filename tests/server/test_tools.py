@@ -92,6 +92,7 @@ def saying(kind):
         "[user]plain": "It is \u2028 {warm}.",
         "[user]late": "no",
         "[user]odd": "<tool_call>no</tool_call>",
+        "[user]amid": f"Well.\n{call}\nSo.",
         "[user]both": {
             "hermes": f"Well.\n{call}\n{call}",
             "silent": f"Well.\n{call}\n{call}",
@@ -162,6 +163,28 @@ def test_answers_hold_calls(talk, kind):
     both = talk("both")["message"]
     assert calls_of(both) == [OSLO, OSLO] and both["content"] in ("Well.", None)
     assert len({call["id"] for call in both["tool_calls"]}) == 2
+
+
+def test_text_behind_a_call_stays_behind_it(app, kind):
+    """As items of a response and as blocks of a message, whole and in a stream."""
+    if not CALL[kind].startswith("<"):
+        return  # forms of which text behind a call is no part
+    client, tool = Client(app), {"type": "function", **WEATHER["function"]}
+    body = {"input": "amid", "tools": [tool], "temperature": 0, "top_logprobs": 1}
+    items = client.post("/v1/responses", body).json()["output"]
+    assert [item["type"] for item in items] == ["message", "function_call", "message"]
+    before, behind = (item["content"][0] for item in items[::2])
+    assert (before["text"], behind["text"]) == ("Well.", "\nSo.")
+    assert "".join(one["token"] for one in before["logprobs"]) == "Well." and behind["logprobs"] == []
+    told = client.post("/v1/responses", {**body, "stream": True}).text
+    events = [json.loads(line[6:]) for line in told.splitlines() if line.startswith("data: ")]
+    streamed = [one["item"] for one in events if one["type"] == "response.output_item.done"]
+    assert [item["type"] for item in streamed] == [item["type"] for item in items]
+    assert [streamed[n]["content"] for n in (0, 2)] == [[before], [behind]]
+    block = {"name": "weather", "input_schema": CITY}
+    body = {"messages": [{"role": "user", "content": "amid"}], "tools": [block], "max_tokens": 200}
+    blocks = client.post("/v1/messages", {**body, "temperature": 0}).json()["content"]
+    assert [block["type"] for block in blocks] == ["text", "tool_use", "text"]
 
 
 def test_text_stays_text(talk):

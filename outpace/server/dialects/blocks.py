@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, Literal
 
 from pydantic import Discriminator, ValidationError
@@ -44,15 +45,22 @@ class Blocks:
 
     def take(self, thought: str, found: Found) -> Iterator[tuple[Happened, Block, str]]:
         """What new thinking, text and pieces of calls do to the blocks, with what is new."""
-        for kind, text in (("thinking", thought), ("text", found.text)):
-            if text:
-                yield from self._grow(kind, text)  # type: ignore[arg-type]
-        for call in found.calls:
-            if call["index"] != self._call:
-                self._call = call["index"]
-                yield from self._turn(Block(len(self.made), "call", call["id"], call["function"]["name"]))
-            if call["function"]["arguments"]:
-                yield from self._grow("call", call["function"]["arguments"])
+        if thought:
+            yield from self._grow("thinking", thought)
+        for is_text, group in groupby(found.parts, lambda part: isinstance(part, str)):
+            same = list(group)
+            if not is_text:
+                for call in same:
+                    yield from self._calls(call)
+            elif text := "".join(map(str, same)):
+                yield from self._grow("text", text)
+
+    def _calls(self, call: Any) -> Iterator[tuple[Happened, Block, str]]:
+        if call["index"] != self._call:
+            self._call = call["index"]
+            yield from self._turn(Block(len(self.made), "call", call["id"], call["function"]["name"]))
+        if call["function"]["arguments"]:
+            yield from self._grow("call", call["function"]["arguments"])
 
     def end(self) -> Iterator[tuple[Happened, Block, str]]:
         if self._open is not None:
@@ -113,8 +121,9 @@ class BlockWriter(ChatWriter):
         return [*self._blocks((), "", result), *self.last(result)]
 
     def _blocks(self, ids: Sequence[int], text: str, ended: Result | None = None) -> Iterator[Json]:
-        for happened in self.blocks.take(*self._read(0, ids, text, ended)):
-            yield from self.told(*happened)
+        for thought, found in self._in_order(0, ids, text, ended):
+            for happened in self.blocks.take(thought, found):
+                yield from self.told(*happened)
         for happened in self.blocks.end() if ended is not None else ():
             yield from self.told(*happened)
 

@@ -67,7 +67,7 @@ class ResponsesWriter(BlockWriter):
         self._characters += len(new)
         if self._tokens is None:
             return []
-        until = self._readers[0].before if self._readers else self._characters
+        until = min([self._characters, *(reader.before for reader in self._readers)])
         found = [self._scores[place] for place in self._tokens.take(until)]
         told: list[Json] = self._logprobs(0, found)["content"]
         block.logprobs += told
