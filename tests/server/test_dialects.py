@@ -274,6 +274,8 @@ def test_a_response_as_a_stream(official, plain):
     kinds = [event.type for event in events]
     assert kinds[:3] == ["response.created", "response.in_progress", "response.output_item.added"]
     assert kinds[-1] == "response.incomplete"
+    (ended,) = [event.item for event in events if event.type == "response.output_item.done"]
+    assert ended.status == events[-1].response.output[0].status == "incomplete"
     text = "".join(event.delta for event in events if event.type == "response.output_text.delta")
     assert text == plain["choices"][0]["message"]["content"] == events[-1].response.output_text
     assert [event.sequence_number for event in events] == list(range(len(events)))

@@ -95,6 +95,8 @@ class BlockWriter(ChatWriter):
                 f"speculation.{'detailed' if self.wanted.detailed else 'trace'}",
             )
         self.blocks = Blocks()
+        self.cut = False
+        """Whether the length ended the answer, once all that is left is to end its last block."""
 
     def told(self, what: Happened, block: Block, new: str) -> Iterator[Json]:
         """Events of what happened to a block."""
@@ -124,8 +126,10 @@ class BlockWriter(ChatWriter):
         for thought, found in self._in_order(0, ids, text, ended):
             for happened in self.blocks.take(thought, found):
                 yield from self.told(*happened)
-        for happened in self.blocks.end() if ended is not None else ():
-            yield from self.told(*happened)
+        if ended is not None:
+            self.cut = ended.finish_reason == "length"
+            for happened in self.blocks.end():
+                yield from self.told(*happened)
 
     @property
     def calls(self) -> list[Block]:

@@ -98,7 +98,7 @@ class ResponsesWriter(BlockWriter):
             yield self._event(f"{event}.done", **part, **{key: block.text}, **named, **logs)
             if block.kind != "call":
                 yield self._event("response.content_part.done", **part, part=_part(block))
-            item = self._item(block, "completed")
+            item = self._item(block, "incomplete" if self.cut else "completed")
             yield self._event("response.output_item.done", output_index=block.number, item=item)
 
     def last(self, result: Result) -> Iterator[Json]:
