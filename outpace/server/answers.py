@@ -317,7 +317,9 @@ class ChatWriter(Writer):
         self._readers = (
             []
             if syntax is None
-            else [CallReader(syntax.form, syntax.names, tokenizer) for _ in range(wanted.answers)]
+            else [
+                CallReader(syntax.form, syntax.names, tokenizer, syntax.alone) for _ in range(wanted.answers)
+            ]
         )
         told, self._heard = wanted.reasoning, [0] * wanted.answers
         self._thoughts = [] if told is None else [told.reader(tokenizer) for _ in range(wanted.answers)]

@@ -124,14 +124,15 @@ class BodyParser:
             raise ApiError(400, "top_logprobs needs logprobs; set it to true", "top_logprobs")
         tools = None if body.tool_choice == "none" else body.tools
         parallel = body.parallel_tool_calls is not False
-        calls = bool(tools) or body.tool_choice not in (None, "none", "auto")
+        must = body.tool_choice not in (None, "none", "auto")
+        calls = bool(tools) or must
         form = self._toolbox.structured_output(tools, body.tool_choice, parallel) if calls else None
         ids = self._messages(body, body.messages, tools)
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         wanted = self._client_request(body, [ids], longest, logprobs, continues=False, form=form)
         ruled = wanted.requests[0].params.grammar is not None
         told = reasoning.reasoning_of(self.target, self.marks, ids, body.thinking_token_budget, ruled)
-        syntax = self._toolbox.call_syntax(tools, parallel) if tools else None
+        syntax = self._toolbox.call_syntax(tools, parallel, must) if tools else None
         return replace(wanted, call_syntax=syntax, reasoning=told)
 
     def tokenize(self, body: TokenizeBody) -> list[int]:

@@ -83,10 +83,13 @@ class CallReader:
 
     Args:
         tokenizer: tells which marks are special tokens, which no text holds; None: none is.
+        alone: the answer is calls and no text, so that one sign of a mark begins a call.
     """
 
-    def __init__(self, form: Format, names: Collection[str], tokenizer: Any = None) -> None:
-        self._form, self._names = form, frozenset(names)
+    def __init__(
+        self, form: Format, names: Collection[str], tokenizer: Any = None, alone: bool = False
+    ) -> None:
+        self._form, self._names, self._alone = form, frozenset(names), alone
         self.begun = self.whole = 0
         """Calls that were told so far, and those of them that ended as they should."""
         self.before = 0
@@ -185,7 +188,7 @@ class CallReader:
         """Whether a text that is cut was the beginning of a call."""
         if self._open:  # of one more, behind others
             return re.fullmatch(r"[\s,;\]]*(\{.*)?", held, re.DOTALL) is not None
-        if mark.endswith(self._form.opens):
+        if self._alone or mark.endswith(self._form.opens):
             return True
         named = re.match(r'\s*\{\s*"name"\s*:\s*"([^"\\]*)"', held)
         return named is not None and named[1] in self._names
@@ -198,7 +201,7 @@ class CallReader:
         while True:
             character = yield from self._next()
             if not character:
-                if not (self._cut and len(waiting.strip()) > 1):
+                if not (self._cut and (self._alone or len(waiting.strip()) > 1)):
                     self._say(waiting)
                 return ""
             waiting += character

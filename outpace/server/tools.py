@@ -55,6 +55,8 @@ class CallSyntax:
     names: frozenset[str]
     parallel: bool = True
     """Whether there may be several; otherwise the first one counts."""
+    alone: bool = False
+    """Whether the answer is calls and no text."""
 
 
 class Toolbox:
@@ -83,11 +85,13 @@ class Toolbox:
                 return form
         return LLAMA3 if '"parameters": {"probe_key"' in both else None
 
-    def call_syntax(self, tools: Sequence[Tool] | None, parallel: bool = True) -> CallSyntax | None:
+    def call_syntax(
+        self, tools: Sequence[Tool] | None, parallel: bool = True, alone: bool = False
+    ) -> CallSyntax | None:
         """What to look for in an answer; None: nothing."""
         if not tools or self.form is None:
             return None
-        return CallSyntax(self.form, frozenset(tool.function.name for tool in tools), parallel)
+        return CallSyntax(self.form, frozenset(tool.function.name for tool in tools), parallel, alone)
 
     def conversation(
         self, messages: Sequence[Json], tools: Sequence[Tool] | None

@@ -95,6 +95,16 @@ def test_a_call_that_is_cut_off_leaks_nothing(form):
     assert "".join(part.text for part in parts) == f"a {form.opens} b <"
 
 
+@pytest.mark.parametrize("form", [HERMES, MISTRAL, LLAMA3], ids=lambda form: form.name)
+def test_calls_alone_leave_no_sign_where_they_are_cut(form):
+    call = LLAMA if form is LLAMA3 else f"{form.opens}[{ONE}]{form.closes}"
+    for text in (call, f"{call}\n{call}") if form is HERMES else (call,):
+        for end in range(1, len(text)):
+            reader = CallReader(form, {"f"}, alone=True)
+            parts = [reader.push((), text[:end]), reader.close(cut=True)]
+            assert "".join(part.text for part in parts) == "", text[:end]
+
+
 DEEP = (
     '{"a": {"b": [{"c": "</tool_call> <tool_call> [TOOL_CALLS] <|python_tag|> }{ \\\\"}]}, "d": "[ARGS]{}"}'
 )
