@@ -15,6 +15,7 @@ from outpace.models.chat import ROLES
 Schema = dict[str, Any]
 
 _NULL: Schema = {"type": "null"}
+_NOT: Schema = {"enum": [None, False]}
 _TEXT: Schema = {"type": "string", "minLength": 1}
 _CALL: Schema = {
     "type": "object",
@@ -76,14 +77,8 @@ def _any(*schemas: Schema) -> Schema:
 
 _OBJECT: Schema = {"type": "object"}
 _STREAMS = _is("stream", {"const": True})
-_UNTRACED = {"properties": {"speculation": _any(_NULL, {"properties": {"trace": {"const": False}}})}}
-_FREE = {
-    "properties": {
-        "min_tokens": {"enum": [None, 0]},
-        "ignore_eos": {"const": False},
-        "allowed_token_ids": _NULL,
-    }
-}
+_UNTRACED = {"properties": {"speculation": _any(_NULL, {"properties": {"trace": _NOT}})}}
+_FREE = {"properties": {"min_tokens": {"enum": [None, 0]}, "ignore_eos": _NOT, "allowed_token_ids": _NULL}}
 """What leaves room for a form that the answer must have."""
 _TEXT_FORM = {"properties": {"response_format": _any(_NULL, {"properties": {"type": {"const": "text"}}})}}
 _NO_FORM = _all(_TEXT_FORM, _null("structured_outputs"))
@@ -138,7 +133,7 @@ RULES: Mapping[str, list[Schema]] = {
         *_COMMON,
         _any(
             {"properties": {"stream": {"enum": [None, False]}}},
-            {"properties": {"echo": {"const": False}}},
+            {"properties": {"echo": _NOT}},
             _null("logprobs"),
         ),
     ],
@@ -215,6 +210,10 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         "messages": {"items": _MESSAGE, "minItems": 1, "maxItems": of.messages},
         "chat_template_kwargs": {"propertyNames": {"not": {"enum": list(of.template_keys)}}},
     }
+    for schema in schemas.values():
+        for field, said in schema.get("properties", {}).items():
+            if field not in schema.get("required", ()) and said.get("default", "none is told") is not None:
+                _or_null(said)
     for name, more in RULES.items():
         schemas[name]["allOf"] = more
     for name in ("CompletionBody", "ChatBody", "TokenizeBody", "DetokenizeBody"):
@@ -234,6 +233,12 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
             if budget.pop("anyOf", None):
                 budget.update(_NULL)
     _add(schemas["Speculation"]["properties"]["drafter"], {"enum": [*of.drafters]})
+
+
+def _or_null(said: Schema) -> None:
+    """A field that is left out where it is null."""
+    own = {key: said.pop(key) for key in [*said] if key not in ("title", "description", "default")}
+    said["anyOf"] = [*own.pop("anyOf", [own]), _NULL]
 
 
 def _add(said: Schema, more: Schema) -> None:

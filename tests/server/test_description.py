@@ -10,6 +10,7 @@ from outpace.server.bounds import below
 HI = [{"role": "user", "content": "hi"}]
 CALL = {"function": {"name": "f", "arguments": "{}"}}
 TOOL = {"type": "function", "function": {"name": "f"}}
+STREAM = {"prompt": "a", "max_tokens": 1, "stream": True}
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
 
 
@@ -70,6 +71,9 @@ def test_messages_with_calls_are_checked_too(client):
     [
         ("/v1/completions", {"prompt": "a", "n": 2.0, "max_tokens": 1.0}, True),
         ("/v1/completions", {"prompt": [[1.0, 2], [3]], "max_tokens": 1}, True),
+        ("/v1/completions", {"prompt": "a", "max_tokens": 1, "skip_special_tokens": None}, True),
+        ("/v1/completions", {**STREAM, "echo": None, "ignore_eos": None, "logprobs": 1}, True),
+        ("/v1/completions", {**STREAM, "stream": False, "speculation": {"trace": None}}, True),
         ("/v1/completions", {"prompt": "a", "max_tokens": 1.5}, False),
         ("/v1/completions", {"prompt": ""}, False),
         ("/v1/completions", {"prompt": []}, False),
@@ -130,6 +134,8 @@ def test_messages_with_calls_are_checked_too(client):
         ("/v1/messages/count_tokens", {"messages": HI, "tool_choice": {"type": "any"}, "tools": []}, False),
         ("/v1/messages/count_tokens", {"messages": HI}, True),
         ("/v1/responses", {"input": "a", "max_output_tokens": 1}, True),
+        ("/v1/responses", {"input": [{"type": None, **HI[0]}], "max_output_tokens": 1}, True),
+        ("/v1/responses", {"input": [{"type": "reasoning", "summary": None}, *HI]}, True),
         ("/v1/responses", {"input": "a", "tool_choice": "required"}, False),
         ("/v1/responses", {"input": "a", "tool_choice": {"type": "function", "name": "f"}}, False),
         ("/v1/responses", {"input": "a", "text": {"format": {"type": "json_schema"}}}, False),

@@ -152,7 +152,8 @@ def by_field(name: str, otherwise: str | None = None) -> Discriminator:
     """Tells objects apart by what one of their fields holds."""
 
     def tag(value: Any) -> str | None:
-        given = value.get(name, otherwise) if isinstance(value, dict) else getattr(value, name, None)
+        given = value.get(name) if isinstance(value, dict) else getattr(value, name, None)
+        given = otherwise if given is None else given
         return f"~{given}" if isinstance(given, str) else None
 
     return Discriminator(
