@@ -26,7 +26,7 @@ from outpace.law import VocabMap as VocabMap
 from outpace.records import Choice as Choice
 from outpace.records import RowRecord as RowRecord
 from outpace.records import StepRecord as StepRecord
-from outpace.records import depths
+from outpace.records import depths as depths
 
 ROOT = -1
 """The parent of the first guesses: the pending token, which is committed but not yet scored."""

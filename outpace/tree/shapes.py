@@ -15,7 +15,7 @@ from pathlib import Path
 
 from outpace.errors import SpecError, shown
 from outpace.files import parse_json
-from outpace.types import ROOT, Budget, Shape
+from outpace.types import ROOT, Budget, Shape, depths
 
 CHAIN = Shape()
 BEAM, LEAST = 8, 0.5
@@ -122,10 +122,7 @@ def children(parents: Sequence[int]) -> dict[int, list[int]]:
 
 
 def depth(parents: Sequence[int]) -> int:
-    levels: list[int] = []
-    for parent in parents:
-        levels.append(1 if parent == ROOT else levels[parent] + 1)
-    return max(levels, default=0)
+    return max(depths(tuple(parents)), default=0)
 
 
 def budget(tree: str | None, tree_size: int | None, default_nodes: int) -> Budget:
