@@ -136,8 +136,6 @@ class SamplingParams:
     """Report log-probabilities, with so many alternatives per token; 0: of the token alone."""
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         for name, (kind, what) in _KINDS.items():
             if (value := getattr(self, name)) is None and name == "allowed_tokens":
                 continue
@@ -243,7 +241,7 @@ def _texts(given: Any) -> tuple[Any, ...]:
 
 _IDS = (frozenset, "a list of token ids")
 _KINDS: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "stop": (tuple, "a string or a list of strings"),
+    "stop": (_texts, "a string or a list of strings"),
     "thinking_marks": (_texts, "a list of texts"),
     "processors": (tuple, "a list of functions"),
     "logit_bias": (dict, "a mapping of token ids to numbers"),
