@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
+from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError
 from outpace.models.rope import Rotation
 
 if TYPE_CHECKING:
     from outpace.cache.base import KVCache
-    from outpace.cache.dense import DenseCache
     from outpace.models.attention import Attention, HeadShape, Span
 
 VOTE, MEAN = range(2)
@@ -133,11 +133,9 @@ def read(cache: KVCache, slot: int, layer: int) -> KeyValues:
     Raises:
         ModelError: no such layer, or another kind of cache.
     """
-    stores = getattr(cache, "key_store", None), getattr(cache, "value_store", None)
-    key_store, value_store = stores
-    if key_store is None or value_store is None or not 0 <= layer < len(key_store):
+    if not isinstance(cache, DenseCache) or not 0 <= layer < cache.layers:
         raise ModelError(f"layer {layer} cannot be read in a {type(cache).__name__}")
-    length = cache.length(slot)
+    key_store, value_store, length = cache.key_store, cache.value_store, cache.length(slot)
     if not length and slot >= key_store.shape[1]:  # memory comes with the first row
         return KeyValues(
             key_store[layer].new_zeros(*key_store.shape[2:4], 0),
