@@ -66,6 +66,8 @@ class Target(ABC):
     from, there are no chats, and tokens of a prompt have no logits."""
     drafter_anyway = False
     """Take drafters that were trained for another model, as long as their sizes fit."""
+    quantize: str | None = None
+    """How projections and head are rounded; None: not at all."""
     note: str | None = None
     """One line worth telling the user, for example that quantized weights were expanded."""
 

@@ -57,8 +57,6 @@ class Decoder(Target):
     """
 
     can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS, KV_READ})
-    quantize: str | None = None
-    """How projections and head are rounded; None: not at all."""
 
     def __init__(
         self,

@@ -291,7 +291,7 @@ def _as_asked(
     target: Target, dtype: torch.dtype | None, device: torch.device | None, quantize: str | None
 ) -> Target:
     """Refuse a loaded model that is not of the dtype or on the device that was asked for."""
-    if quantize not in (None, getattr(target, "quantize", None)):
+    if quantize not in (None, target.quantize):
         raise ModelError(
             f"{target.name} is in memory and not rounded to {quantize!r}; name a model to load, "
             "or give a model of transformers with backend='own'"

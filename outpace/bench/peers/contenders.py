@@ -186,8 +186,8 @@ def _inside(
     model = hf_peer.transformers_twin(target, dtype) if shared is None else shared
     given: dict[str, Any] = {}
     about: dict[str, Any] = {}
-    if quantize := getattr(target, "quantize", None):
-        about["weights"] = f"not rounded to {quantize}, as ours are"
+    if target.quantize is not None:
+        about["weights"] = f"not rounded to {target.quantize}, as ours are"
     if name == "hf-prompt-lookup":
         given["prompt_lookup"] = hf_generate.PROMPT_LOOKUP
         about["settings"] = {"prompt_lookup_num_tokens": hf_generate.PROMPT_LOOKUP}
