@@ -380,7 +380,8 @@ INLINE void prepare_block(const float *from, const int kind, char *parcel) {
         /* The sum with 1.5 * 2^23 ends in the nearest whole number. */
         const ivec one = (ivec)(x[i] * by + 12582912.0f) - 0x4b400000;
         whole[i] = __builtin_convertvector(one, small);
-        count[i * 2 / COUNT] += one;
+        /* Of 16 bits: the sum of what is made of numbers that are not finite would overflow. */
+        count[i * 2 / COUNT] += __builtin_convertvector(whole[i], ivec);
     }
     const int32_t half[2] = {sum_lanes(count[0]), sum_lanes(count[1])};
     const float scale = tiny ? 0 : top / largest + 0 * top; /* NaN where a number is not finite */

@@ -28,6 +28,35 @@ def test_code_is_there_where_it_can_be_compiled():
     assert library() is not None
 
 
+NOT_FINITE = r"""
+#include "products.h"
+
+int main(void) {
+    static char operands[1024] __attribute__((aligned(64)));
+    const int kinds[] = {Q4_0, Q8_0};
+    const float wrong[] = {NAN, INFINITY};
+    for (int i = 0; i < 4; i++) {
+        const Matrix m = {kinds[i / 2], GROUP, SPAN, NULL, NULL};
+        float x[SPAN];
+        for (int n = 0; n < SPAN; n++) x[n] = wrong[i % 2];
+        product_prepare(&m, x, SPAN, 0, 1, 0, 1, operands);
+        if (!isnan(meaning(kinds[i / 2], operands)->sum)) return 1;
+    }
+    return 0;
+}
+"""
+
+
+@needs_code
+def test_no_sum_overflows_where_numbers_are_not_finite(tmp_path):
+    (tmp_path / "try.c").write_text(NOT_FINITE)
+    traps = ("-fsanitize=signed-integer-overflow", "-fsanitize-undefined-trap-on-error")
+    flags = ("-std=gnu11", "-O1", "-w", build.NATIVE, *traps, f"-I{build.FOLDER}")
+    command = (build.compiler(), *flags, "-o", tmp_path / "try", tmp_path / "try.c", "-lm")
+    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run([tmp_path / "try"], check=True)
+
+
 @pytest.fixture
 def calls(tmp_path, monkeypatch):
     """Commands of a compiler that writes nonsense; sources and the cache are in ``tmp_path``."""
