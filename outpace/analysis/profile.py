@@ -25,7 +25,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
 
 import torch
 
@@ -34,7 +33,7 @@ from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.errors import OutpaceError, RequestError
 from outpace.models.base import Target
-from outpace.models.measured import dtype_name, kept, machine, store
+from outpace.models.measured import dtype_name, machine, store
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.types import CostCurve, KnownDrafter, StepRecord
 
@@ -76,15 +75,6 @@ class Learned:
             return 0, 1.0
         return depth + 1, self.expected_D[depth]
 
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Learned:
-        """Read what ``dataclasses.asdict`` gave, through JSON."""
-        own = {name: _tuple(data[name]) for name in cls.__slots__ if name != "known"}
-        numbers = (own["speedup"], own["mean_emitted"], *own["expected_D"])
-        if type(own["spec"]) is not str or not all(type(one) in (int, float) for one in numbers):
-            raise ValueError("a drafter's spec must be text, and its figures numbers")
-        return cls(known=KnownDrafter.from_json(data["known"]), **own)
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
@@ -106,12 +96,6 @@ class Profile:
     """Fastest first."""
     left_out: Mapping[str, str] = field(default_factory=dict)
     """Drafter -> why it took no part."""
-
-    @classmethod
-    def from_json(cls, data: Mapping[str, Any]) -> Profile:
-        """Read what ``asdict`` gave; ValueError, TypeError or KeyError if it is no profile."""
-        own = {name: data[name] for name in cls.__slots__ if name != "drafters"}
-        return cls(drafters=tuple(map(Learned.from_json, data["drafters"])), **own)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,18 +333,5 @@ def _seconds(
 
 
 def save(target: Target, profile: Profile, note: Callable[[str], None] | None = None) -> Path:
-    """Keep a profile for ``profile_for``. Returns its file, which a note says cannot be written."""
+    """Keep a profile for ``engine.recall``. Returns its file, which a note says cannot be written."""
     return store("profile", target, "", profile, note)
-
-
-def profile_for(target: Target, note: Callable[[str], None] | None = None) -> Profile | None:
-    """The profile of a target on this machine, with the threads that torch has now, or None.
-
-    Args:
-        note: told, in one line, of a file that cannot be used.
-    """
-    return kept("profile", target, "", Profile.from_json, None, note)
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value

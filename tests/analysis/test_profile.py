@@ -247,11 +247,10 @@ def test_available_are_those_that_need_no_setting(engine):
     assert "eagle3" in left_out
 
 
-def test_a_profile_survives_its_file(engine, own_folder):
-    assert profile.profile_for(engine.target) is None
+def test_a_profile_is_kept_whole(engine, own_folder):
     file = profile.save(engine.target, PROFILE)
     assert list(own_folder.iterdir()) == [file]
-    assert profile.profile_for(engine.target) == PROFILE
+    assert json.loads(file.read_text())["value"] == json.loads(json.dumps(dataclasses.asdict(PROFILE)))
 
 
 @pytest.mark.parametrize(
@@ -268,9 +267,9 @@ def test_a_bad_file_is_as_none(engine, harm):
     }.get(harm, harm)
     assert bad != good
     file.write_text(bad)
-    notes = []
-    assert profile.profile_for(engine.target, notes.append) is None and len(notes) == 1
-    recall.recall(engine.target, Costs())
+    costs = Costs()
+    recall.recall(engine.target, costs)
+    assert costs.kept(LEARNED.spec) == ((), ())
 
 
 def begun(engine):
@@ -342,10 +341,3 @@ def test_a_checkpoint_that_vanished_is_no_error(engine, monkeypatch):
 
     monkeypatch.setattr(recall, "kept", gone)
     recall.recall(engine.target, Costs())
-
-
-def test_profiles_are_plain_data():
-    data = json.loads(json.dumps(dataclasses.asdict(PROFILE)))
-    assert Profile.from_json(data) == PROFILE
-    with pytest.raises(KeyError):
-        Profile.from_json({"model": "m"})
