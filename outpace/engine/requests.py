@@ -13,7 +13,7 @@ from outpace.drafters.base import Request
 from outpace.errors import PromptTooLong, RequestError, UnknownNameError, shown
 from outpace.models.base import Target
 from outpace.models.prompts import Prompt, Reference, check_ids, listed, refusal
-from outpace.models.thinking import make_rule
+from outpace.models.thinking import Thinking, make_rule
 from outpace.params import Grammar, SamplingParams
 
 Wanted = SamplingParams | Sequence[SamplingParams] | None
@@ -78,8 +78,8 @@ def rule_of(ids: Sequence[int], params: SamplingParams, target: Target) -> Gramm
     rule: Grammar | None = make_rule(
         target, ids, params.thinking_marks, params.thinking_token_budget, params.grammar
     )
-    if params.thinking_token_budget is not None:
-        closing = frozenset(getattr(rule, "section").closing)  # noqa: B009
+    if params.thinking_token_budget is not None and isinstance(rule, Thinking):
+        closing = frozenset(rule.section.closing)
         if closing & params.banned_tokens or not closing <= (params.allowed_tokens or closing):
             raise RequestError("banned_tokens or allowed_tokens leave out what ends the thinking; allow it")
     return rule
