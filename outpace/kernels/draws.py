@@ -108,7 +108,7 @@ def race(prob_S: Tensor, id_S: Tensor | None, key: int, count: int) -> list[int]
         The first one first; fewer than ``count`` where fewer may come.
     """
     code = _code(prob_S)
-    if code is not None and (id_S is None or id_S.is_contiguous()):
+    if code is not None and count > 0 and (id_S is None or id_S.is_contiguous()):
         count = min(count, len(prob_S))
         winner = (ctypes.c_int64 * count)()
         ids = None if id_S is None else id_S.data_ptr()
@@ -130,7 +130,7 @@ def rank(x_RV: Tensor, id_V: Tensor | None, count: int) -> list[list[tuple[int, 
         Fewer than ``count`` where fewer may come; None where torch has to do it.
     """
     code = _code(x_RV)
-    if code is None or x_RV.requires_grad or not (id_V is None or id_V.is_contiguous()):
+    if code is None or count < 1 or x_RV.requires_grad or not (id_V is None or id_V.is_contiguous()):
         return None
     rows, width = x_RV.shape
     count = min(count, width)

@@ -303,3 +303,10 @@ def test_a_row_that_is_not_finite_is_refused(odd, settings):
     x_V[499] = odd
     with pytest.raises(LogitsError, match="not finite"):
         warp.law(x_V)
+
+
+def test_compiled_code_is_not_asked_for_nothing(monkeypatch):
+    """It would write before its output."""
+    monkeypatch.setattr(draws, "library", lambda: object())
+    assert draws.race(torch.ones(9), None, 5, 0) == []
+    assert draws.rank(torch.ones(2, 9), None, 0) is None
