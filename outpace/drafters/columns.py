@@ -12,9 +12,11 @@ from torch import Tensor
 
 from outpace.cache.base import KVCache
 from outpace.clock import PassClock
-from outpace.models.base import Target
+from outpace.models.base import EMBEDDINGS, TAPS, TREE, Target
 from outpace.types import Feed, Scored
 
+PASSES = frozenset({TREE, TAPS, EMBEDDINGS})
+"""Abilities that are those of a pass: who stands before a model passes them on with ``score``."""
 _NEVER = -1e4
 """Logit of a token that the model does not know: finite, so that a request that allows no other
 token still has a distribution to draw from. The target will refuse what it gives."""
@@ -24,7 +26,7 @@ class Columns(Target):
     """Puts the columns of a model's logits where the target has them.
 
     Args:
-        model: whose logits are laid out; its cache and its abilities are this target's.
+        model: whose logits are laid out; its cache is this target's, and so is what its passes can.
         vocab_size: of the target; columns beyond it are padding.
         id_D: target ids of the columns; None: they are the ids.
     """
@@ -33,7 +35,7 @@ class Columns(Target):
         self.model, self._id_D = model, id_D
         self.name, self.digest, self.vocab_size = model.name, model.digest, vocab_size
         self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
-        self.max_positions, self.can = model.max_positions, model.can
+        self.max_positions, self.can = model.max_positions, model.can & PASSES
         self.device, self.dtype = model.device, model.dtype
         self.tokenizer, self.defaults = model.tokenizer, model.defaults
 

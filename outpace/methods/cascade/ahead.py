@@ -14,6 +14,7 @@ from torch import Tensor
 from outpace.cache.base import KVCache, shared_prefix
 from outpace.clock import PassClock
 from outpace.drafters.ahead import WarpAhead
+from outpace.drafters.columns import PASSES
 from outpace.models.base import Target
 from outpace.sampling import Warp
 from outpace.types import Feed, Law, Scored
@@ -96,7 +97,7 @@ class Reader(Target):
         self.model, self._clock = model, clock
         self.name, self.digest, self.vocab_size = model.name, model.digest, model.vocab_size
         self.hidden_size, self.num_layers = model.hidden_size, model.num_layers
-        self.max_positions, self.can = model.max_positions, model.can
+        self.max_positions, self.can = model.max_positions, model.can & PASSES
         self.device, self.dtype = model.device, model.dtype
 
     @property
