@@ -33,7 +33,7 @@ from outpace.params import SamplingParams as SamplingParams
 from outpace.rows import TokenLogprobs as TokenLogprobs
 from outpace.rows import as_float, at_least, best_rows, largest, rank
 from outpace.rows import logprobs as logprobs
-from outpace.types import Draft, Scored
+from outpace.types import ROOT, Draft, Scored, Verdict
 
 _LARGEST = float(torch.finfo(torch.float32).max)
 _GREEDY_BELOW = 1e-5  # logits divided by less overflow; vLLM draws the same line
@@ -179,20 +179,8 @@ class Warp:
             LogitsError: the row holds a NaN or an infinity, or nothing but -inf.
             RequestError: the settings leave no distribution: they forbid every token, or overflow.
 
-        Cost: one host sync; truncation needs two or more.
-        Microseconds on one thread, median over 47 rows of SmolLM2-135M (mean entropy 2.9 nats),
-        a second vocabulary made by padding them, and in brackets sort and topk of torch:
-
-            V           49152        262144
-            greedy      51           136
-            softmax     49           278
-            top-k 50    127 [105]    267 [460]
-            top-p 0.9   246 [3932]   504 [22474]
-            top-p 0.99  552          991
-            min-p 0.05  62           153
-            repetition  +125         +137         (500 tokens seen)
-
-        A flat row is the worst case of top-p: 4.3 ms at temperature 2.
+        Cost: one host sync; truncation needs two or more. A row of 49152 takes 50 us, with top-p 0.9 five
+        times that; a flat row is the worst case of top-p: 4.3 ms at temperature 2.
         """
         only = self.certain(path)
         other = self.params.processors or only in self.params.banned_tokens
@@ -213,11 +201,22 @@ class Warp:
         assert prob_S is not None
         return Law(prob_S, ids)
 
+    def guess(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
+        """As ``law``, for a draft. Where the settings leave it no distribution any will do."""
+        try:
+            return self.law(logits_V, path, id_V)
+        except RequestError:
+            return Law.one_hot(0 if id_V is None else int(id_V[0]), as_float(logits_V[:0]).dtype)
+
     def _check(self, largest: float, logits_V: Tensor) -> None:
         """Raise unless the largest score of a row, made of these logits, is finite in float32."""
         if abs(largest) <= _LARGEST:
             return
-        finite(float(logits_V.max()))
+        if not math.isfinite(highest := float(logits_V.max())):
+            raise LogitsError(
+                f"the model's logits are not finite (largest: {highest:g}), so no token can be drawn; "
+                "check its weights, or load it in another dtype"
+            )
         raise RequestError(
             f"the sampling settings leave no distribution for the next token: its largest score is "
             f"{largest:g}; check grammar, allowed_tokens, banned_tokens, logit_bias and penalties"
@@ -370,23 +369,19 @@ class Laws:
         assert len(draft) < len(logits_JV if best is None else best[0]), (logits_JV.shape, len(draft))
         self._logits_JV, self._warp, self._draft, self._best = logits_JV, warp, draft, best
         self._law: dict[int, Law] = {}
+        self._undefined: set[int] = set()
 
     def certain(self, node: int) -> int | None:
-        """The only token that may follow ``node``, if that is known without its distribution.
-
-        Raises:
-            LogitsError: the row has none.
-        """
-        if self._best is None:
+        """The only token that may follow ``node``, if that is known without its distribution."""
+        if self._best is None or not math.isfinite(self._best[1][node + 1]):
             return None
-        finite(self._best[1][node + 1])
         return self._best[0][node + 1]
 
     def law(self, node: int) -> Law:
         """The distribution of the token that follows ``node`` (ROOT: follows the pending token).
 
         Raises:
-            LogitsError, RequestError: there is none, see ``Warp.law``.
+            LogitsError, RequestError: ROOT has none, see ``Warp.law``.
         """
         law = self._law.get(node)
         if law is None:
@@ -396,9 +391,22 @@ class Laws:
                 wide = row_V.dtype == torch.float64
                 law = Law.one_hot(token, row_V.dtype if wide else torch.float32)
             else:
-                law = self._warp.law(row_V, self._draft.path_tokens(node))
+                try:
+                    law = self._warp.law(row_V, self._draft.path_tokens(node))
+                except (LogitsError, RequestError):
+                    if node == ROOT:
+                        raise
+                    self._undefined.add(node)
+                    law = Law.one_hot(0, as_float(row_V[:0]).dtype)
             self._law[node] = law
         return law
+
+    def defined(self, verdict: Verdict) -> Verdict:
+        """The verdict up to the first node kept that has no distribution. A text may end before it
+        needs one; where it goes on, that node is the next ROOT.
+        """
+        lost = (i for i, node in enumerate(verdict.kept, 1) if node in self._undefined)
+        return verdict.cut(next(lost, len(verdict.emitted)))
 
 
 def laws_of_batch(scored: Scored, warps: Sequence[Warp], drafts: Sequence[Draft]) -> list[Laws]:
@@ -419,31 +427,18 @@ def laws_of_batch(scored: Scored, warps: Sequence[Warp], drafts: Sequence[Draft]
         return [Laws(scored.logits_TV, warps[0], drafts[0], scored.best)]
     spans = [(lo, hi) for lo, hi in pairwise(scored.start_B) if hi > lo]
     plain = [slice(*s) for s, warp in zip(spans, warps, strict=True) if warp.plain]
-    index: list[int] = []
-    value: list[float] = []
-    if plain and scored.best is not None:
-        index = [one for part in plain for one in scored.best[0][part]]
-        value = [one for part in plain for one in scored.best[1][part]]
-    elif plain:
+    found = scored.best
+    if plain and found is None:
         whole = len(plain) == len(spans)
-        index, value = best_rows([scored.logits_TV] if whole else [scored.logits_TV[part] for part in plain])
+        found = best_rows([scored.logits_TV] if whole else [scored.logits_TV[part] for part in plain])
     laws, start = [], 0
     for (lo, hi), warp, draft in zip(spans, warps, drafts, strict=True):
         best = None
-        if warp.plain:
-            stop = start + hi - lo
-            best, start = (index[start:stop], value[start:stop]), stop
+        if found is not None and warp.plain:
+            rows = slice(start, start + hi - lo) if scored.best is None else slice(lo, hi)
+            best, start = (found[0][rows], found[1][rows]), start + hi - lo
         laws.append(Laws(scored.logits_TV[lo:hi], warp, draft, best))
     return laws
-
-
-def finite(largest: float) -> None:
-    """Raise LogitsError unless the largest logit of a row is finite."""
-    if not math.isfinite(largest):
-        raise LogitsError(
-            f"the model's logits are not finite (largest: {largest:g}), so no token can be drawn; "
-            "check its weights, or load it in another dtype"
-        )
 
 
 def _ids(tokens: Collection[int]) -> Tensor:

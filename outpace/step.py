@@ -179,7 +179,8 @@ def _judge(machine: Machine, parts: Sequence[_Part], scored: Scored) -> dict[int
         member = row.members.get(parts[i].plan.drafter)
         verifier = row.verifier if member is None else member.verifier
         try:
-            verdicts[i] = verifier.judge(draft, law, row.coins(Stream.JUDGE), want_laws=machine.want_laws)
+            coins, want_laws = row.coins(Stream.JUDGE), machine.want_laws
+            verdicts[i] = law.defined(verifier.judge(draft, law, coins, want_laws=want_laws))
             if ends and parts[i].view:
                 told = [ends[one](scored.of(i), verdicts[i].kept) for one in row.members if one in ends]
                 verdicts[i] = replace(verdicts[i], doubted=min(told, default=None))

@@ -114,7 +114,7 @@ class WarpAhead(Warp):
         if self.greedy and not self._base.greedy:
             (((token,),), _) = self.ranking(logits_V[None], [path], 1, id_V)
             return Law.one_hot(token, logits_V.dtype)
-        return self._base.law(logits_V, (*self._path, *path), id_V)
+        return self._base.guess(logits_V, (*self._path, *path), id_V)
 
     def ranking(
         self, logits_FV: Tensor, paths: Sequence[Sequence[int]], k: int, id_V: Tensor | None = None

@@ -190,7 +190,7 @@ class Dynamic:
         drawn: dict[int, list[int]] = {}
         slots: list[tuple[float, int]] = []
         for i, node in enumerate(self.open):
-            law = self._left(node, row.warp.law(logits_FD[i], paths[i], id_D))
+            law = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
             if law is not None:
                 whole[node] = rest[node] = law
                 drawn[node] = []
@@ -220,7 +220,7 @@ class Dynamic:
         """Draw siblings together: their number follows from the distribution alone, before any is drawn."""
         row, fresh = self.row, []
         for i, node in enumerate(self.open):
-            law = self._left(node, row.warp.law(logits_FD[i], paths[i], id_D))
+            law = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
             left = self._budget.max_nodes - len(self.tokens)
             fan = 0 if law is None else self._fan(law, self._free(node), left)
             if law is not None and fan:

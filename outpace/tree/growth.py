@@ -203,7 +203,7 @@ class Fixed:
             for i, (node, path) in enumerate(zip(self.open, paths, strict=True)):
                 fan = self.fan(node)
                 if fan:
-                    law = row.warp.law(logits_FD[i], path, id_D)
+                    law = row.warp.guess(logits_FD[i], path, id_D)
                     picked = draw(law, fan, row.drawn, row.coins, node, depth + 1)
                     probs = [law.prob(token) for token in picked]
                     grown += self.add(node, picked, probs, law, row.drawn)

@@ -39,7 +39,8 @@ def certain(draft: Draft, laws: TargetLaws, want_laws: bool) -> Verdict | None:
     for child, parent in enumerate(draft.parent_N):  # children stand behind their parents
         if parent == node and draft.token_N[child] == token:
             token = laws.certain(child)
-            assert token is not None, child
+            if token is None:  # this guess has no distribution
+                return None
             node = child
     return ended(draft, node, token)
 

@@ -95,6 +95,61 @@ def test_a_target_narrower_than_its_vocabulary_is_no_draft():
     assert len(warp.law(torch.zeros(3), (), torch.tensor([0, 1, 2])).prob_S) == 3
 
 
+class Circle(TableTarget):
+    """A model that counts in a circle, mostly; behind the last number its logits may break."""
+
+    def __init__(self, breaks=False):
+        self.breaks = breaks
+        law_VV = 0.02 + 0.9 * torch.eye(V, dtype=torch.float64).roll(1, 1)
+        super().__init__(lambda seen: law_VV[seen[-1] if seen else 0], V)
+
+    def law_after(self, tokens):
+        beyond = self.breaks and len(tokens) > 8 and tokens[-1] == BAD
+        return torch.full((V,), math.nan, dtype=torch.float64) if beyond else super().law_after(tokens)
+
+
+def blind(bad):
+    """A rule that forbids everything behind some tokens."""
+    return lambda seen, x_V: torch.full_like(x_V, -math.inf) if seen[-1] in bad else x_V
+
+
+ENDS = {"max_new_tokens": 30, "stop_token_ids": {BAD}}
+BLIND = {"processors": [blind({BAD})]}
+
+
+@pytest.mark.parametrize(
+    "drafter", ["suffix", *(f"suffix[verifier={v}]" for v in ("match", "block", "traversal"))]
+)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("settings", [{}, BLIND], ids=["logits", "settings"])
+def test_a_guess_may_lead_where_there_is_no_distribution(settings, temperature, drafter):
+    """Plain decoding never asks there: it has stopped."""
+    engine = Engine(Circle(breaks=not settings), drafter=drafter)
+    prompt, settings = [0, 1, 2, 3, 4, 0, 1, 2], {**settings, "temperature": temperature}
+    for seed in range(8):
+        plain = engine.generate(prompt, seed=seed, drafter="none", **settings, **ENDS)
+        found = engine.generate(prompt, seed=seed, **settings, **ENDS)
+        assert found.finish_reason == plain.finish_reason == "stop"
+        assert found.tokens == plain.tokens or (temperature and "[" in drafter)
+    with pytest.raises((LogitsError, RequestError), match=r"sequence \d+, pass \d+: the"):
+        engine.generate(prompt, max_new_tokens=30, **settings)
+
+
+@pytest.mark.parametrize(
+    "drafter", ["draft_model[model=tiny layers=1]", "draft_model[model=tiny tree=dynamic]"]
+)
+def test_a_draft_may_go_where_there_is_no_distribution(drafter):
+    engine = Engine.load("tiny", drafter=drafter)
+    low = frozenset(range(150))
+    settings = {"temperature": 1.0, "processors": [blind(low)], "stop_token_ids": low, "max_new_tokens": 20}
+    for seed in range(8):
+        plain, found = (
+            engine.generate([200, 201, 202, 203], seed=seed, drafter=one, **settings)
+            for one in ("none", None)
+        )
+        assert found.tokens == plain.tokens
+
+
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_only_the_broken_sequence_of_a_batch_fails(settings):
     engine = Engine(Breaks(BROKEN["one nan"]), drafter="none")
