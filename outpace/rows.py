@@ -144,15 +144,17 @@ def logprobs(logits_RV: Tensor, tokens: Sequence[int], k: int) -> list[TokenLogp
 
     Args:
         logits_RV: for each token the row that it was drawn from.
-        k: alternatives to report; the token itself is among them if it is likely enough.
+        k: alternatives to report, of equal ones those of lower id, whatever other rows there are; the
+            token itself is among them if it is likely enough.
 
-    Cost: one host sync.
+    Cost: a few host syncs per row.
     """
     x_RV = as_float(logits_RV)
     log_RV = x_RV.log_softmax(-1)
     own_R = log_RV.gather(1, torch.tensor(list(tokens), device=x_RV.device)[:, None])
-    tops = rank(x_RV, None, k, log_RV)
-    return [
-        TokenLogprobs(token, own, tuple(top))
-        for token, own, top in zip(tokens, own_R[:, 0].tolist(), tops, strict=True)
-    ]
+    tops = []
+    for x_V, log_V in zip(x_RV, log_RV, strict=True):
+        at_K = largest(x_V, min(k, len(x_V))) if k else own_R.new_empty(0, dtype=torch.int64)
+        pairs = zip(at_K.tolist(), log_V[at_K].tolist(), strict=True)
+        tops.append(tuple((one, value) for one, value in pairs if value > -math.inf))
+    return [TokenLogprobs(*one) for one in zip(tokens, own_R[:, 0].tolist(), tops, strict=True)]

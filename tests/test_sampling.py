@@ -504,6 +504,20 @@ def test_logprobs_are_the_models_own():
             assert [lp for _, lp in entry.top] == pytest.approx(best.values.tolist())
 
 
+@pytest.mark.parametrize("size", [290, 8192, 49152])
+def test_equal_alternatives_are_the_same_ones_beside_other_rows(size):
+    """A draft puts more rows into a pass, and bfloat16 has many ties."""
+    row_RV = torch.randn(9, size, generator=torch.Generator().manual_seed(0)).mul(3).bfloat16()
+    for k in (1, 3, 20):
+        alone = [logprobs(row_V[None], [0], k)[0] for row_V in row_RV]
+        assert logprobs(row_RV, [0] * 9, k) == alone
+        for row_V, one in zip(row_RV, alone, strict=True):
+            best = row_V.float().sort(descending=True, stable=True).indices[:k]
+            assert [token for token, _ in one.top] == best.tolist()
+    (one,) = logprobs(torch.tensor([[0.0, -math.inf, 0.0]]), [0], 9)
+    assert [token for token, _ in one.top] == [0, 2]
+
+
 def test_a_processor_of_another_shape_is_refused():
     warp = warp_of(processors=[lambda tokens, logits_V: logits_V[1:]])
     with pytest.raises(RequestError, match=rf"must return logits \[{V}\], got torch.Size\(\[{V - 1}\]\)"):
