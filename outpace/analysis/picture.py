@@ -206,7 +206,7 @@ class _Camera:
         end = ROOT if not kept else kept[-1]
         asked = {ROOT, *kept} - ({end} if verdict.censored else set())
         p_of = {
-            parent: self._warp.law(outcome.scored.logits_TV[parent + 1], draft.path_tokens(parent))
+            parent: self._warp.guess(outcome.scored.logits_TV[parent + 1], draft.path_tokens(parent))
             for parent in sorted({end, *draft.parent_N})
         }
         guesses = []
@@ -244,4 +244,4 @@ class _Camera:
         if path not in self._rows:
             return None
         row_D, id_D = self._rows[path]
-        return self._warp.law(row_D, path, id_D).prob(token)
+        return self._warp.guess(row_D, path, id_D).prob(token)

@@ -5,6 +5,7 @@ import re
 import xml.etree.ElementTree as ET
 
 import pytest
+import torch
 
 from outpace import Engine, RequestError
 from outpace.analysis.draw_page import html as page
@@ -29,6 +30,18 @@ def params(temperature=0.0, **more):
     return SamplingParams(
         **{"temperature": temperature, "seed": 3, "max_new_tokens": 14, "ignore_eos": True, **more}
     )
+
+
+def test_a_guess_that_leads_where_there_is_no_distribution_is_drawn(engine):
+    def blind(seen, x_V):
+        return torch.full_like(x_V, -torch.inf) if seen[-1] < 150 else x_V
+
+    ends = {"stop_token_ids": set(range(150)), "processors": [blind], "max_new_tokens": 20}
+    drawn = 0
+    for seed in range(4):
+        trace = film(engine, f"{ITSELF}]", [200, 201, 202], params(1.0, seed=seed, **ends))
+        drawn += sum(guess.token < 150 for picture in trace.passes for guess in picture.guesses)
+    assert drawn
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
