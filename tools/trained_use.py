@@ -29,7 +29,8 @@ from outpace.registry import load
 from outpace.train.batches import Batch, padded
 from outpace.train.capture import compute
 from outpace.train.objective import DEPTHS
-from outpace.train.pipeline import Pipeline, begin_from
+from outpace.train.pipeline import Pipeline
+from outpace.train.starts import begin_from
 from outpace.types import ROOT, Draft, Drawn, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 

@@ -23,7 +23,7 @@ from outpace.methods.s2d.sec_objective import Sec, SecTraining
 from outpace.methods.s3d.objective import S3d, S3dTraining
 from outpace.methods.streaming.objective import Coral, CoralTraining, Streaming, StreamingTraining
 from outpace.models.load import load_target
-from outpace.train.pipeline import begin_from
+from outpace.train.starts import begin_from
 from outpace.types import VocabMap
 
 KINDS = {

@@ -10,7 +10,7 @@ from outpace.methods.dflash.net import CONFIDENCE
 from outpace.methods.dflash.objective import DflashTraining
 from outpace.models.tiny import tiny
 from outpace.train.loop import LoopConfig, train
-from outpace.train.pipeline import begin_from
+from outpace.train.starts import begin_from
 from tests.methods.dflash.test_objective import TAPS, built
 from tests.train.texts import Listed, most_used, written
 

@@ -13,7 +13,7 @@ from outpace.models.tiny import tiny
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.loop import LoopConfig, train
 from outpace.train.objective import LAST, target_laws
-from outpace.train.pipeline import begin_from
+from outpace.train.starts import begin_from
 from tests.train.texts import Listed, most_used, written
 
 TAPS = ("hidden.2", "hidden.1", "hidden.-1")

@@ -11,7 +11,7 @@ from outpace.methods.early_exit.kangaroo_objective import DOUBT
 from outpace.methods.early_exit.objective import EarlyExitObjective, EarlyExitTraining
 from outpace.models.tiny import tiny
 from outpace.train.align import DRAFT_MODEL, Aligned
-from outpace.train.pipeline import begin_from
+from outpace.train.starts import begin_from
 from tests.support import off_start
 from tests.train.texts import most_used, written
 
