@@ -150,6 +150,8 @@ def train(
     if dry_run:
         from outpace.train.estimate import estimate
 
+        if self_prompts is None:  # of which only a few were thought of
+            pipeline.check_prompts()
         with show.busy("measuring speeds"):
             _show_estimate(pipeline, estimate(pipeline, MEASURED_PROMPTS * MEASURED_TOKENS), as_json)
         return

@@ -47,6 +47,7 @@ from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
 from outpace.train.progress import Say
 from outpace.train.repeats import near_duplicates
+from outpace.train.splits import check_splits
 from outpace.train.starts import begin_from
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab, size_for
@@ -235,6 +236,12 @@ class Pipeline:
             most_tokens=None if split == "train" else self.options.loop_config(1).evaluate_tokens,
         )
 
+    def check_prompts(self) -> None:
+        """Refuse prompts of which none would be learned from, or none held out; RequestError."""
+        if self.world == 1:
+            longest = min(self.options.pipeline.max_length, self.options.pipeline.tokens_per_batch)
+            check_splits(self.target, self.prompts, self.stored, self.options.data, longest, self.say)
+
     def data(self) -> None:
         """Make answers; what is there is not made again."""
         _ = self.store
@@ -261,6 +268,7 @@ class Pipeline:
     def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
         if self.prompts:
             self.options.trial(self.target)  # refuses what cannot be, before hours of answers
+            self.check_prompts()
         self.data()
         source, held_out = self.batches("train"), self.batches("held_out")
         loop = self.options.loop_config(source.count(0) // source.share)
