@@ -1,7 +1,7 @@
 """The command ``outpace``: its sub-commands, its exit codes, its errors in one line.
 
 Exit codes: 0 done; 1 a check found a broken promise; 2 bad input; 130 Ctrl-C; 141 the reader of
-the output has left. A traceback means a bug of ours.
+the output has left; 143 SIGTERM, of a command that first keeps its work. A traceback means a bug of ours.
 """
 
 from __future__ import annotations
@@ -135,8 +135,8 @@ def _main(arguments: list[str]) -> int:
     except BrokenPipeError:
         _drop_stdout()
         return 141
-    except KeyboardInterrupt:
-        return interrupts.STOPPED
+    except KeyboardInterrupt as stop:
+        return 128 + stop.args[0] if stop.args else interrupts.STOPPED
     except OutpaceError as error:
         return _fail(str(error))
     except OSError as error:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outpace.cli import show
+from outpace.cli import interrupts, show
 from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
 from outpace.files import check_writable
@@ -173,6 +173,7 @@ def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str
     """Make a model of its own from texts."""
     from outpace.train.target import make, read_settings
 
+    interrupts.done()
     if not texts or out is None:
         raise RequestError("a target is made from texts; give --texts FILE and --out DIR")
     missing = [name for name in texts if not Path(name).is_file()]

@@ -55,17 +55,19 @@ def latest(folder: Path) -> Path | None:
     return next(reversed(paths(folder)), None)
 
 
-def kept(folder: Path, best: Path) -> str:
+def kept(folder: Path, best: Path | None) -> str:
     """One line on what a training that was stopped leaves, and how to go on.
 
     Args:
-        best: folder of its best drafter so far, if there is one.
+        best: folder of its best drafter so far, if there is one; None: it makes no drafter.
     """
     last = latest(folder)
-    drafter = f"the best drafter so far is in {best}" if best.is_dir() else "no drafter was made"
+    drafter = ""
+    if best is not None:
+        drafter = f"the best drafter so far is in {best}, " if best.is_dir() else "no drafter was made, "
     if last is None:
-        return f"stopped: {drafter}, and no checkpoint; the same command begins the training anew"
-    return f"stopped: {drafter}, the last checkpoint is {last.name}; --resume goes on"
+        return f"stopped: {drafter}there is no checkpoint; the same command begins the training anew"
+    return f"stopped: {drafter}the last checkpoint is {last.name}; --resume goes on"
 
 
 def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:

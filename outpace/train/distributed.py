@@ -87,6 +87,10 @@ class ProcessGroup:
         dist.all_reduce(length, dist.ReduceOp.MAX)
         return self.sum(torch.cat([values, values.new_zeros(int(length) - len(values))]))
 
+    def any(self, value: bool) -> bool:
+        """Whether it is so in one of them."""
+        return value if self.size == 1 else bool(self.sum(torch.tensor([float(value)])).item())
+
     def same(self, value: float) -> float:
         if self.size == 1:
             return value

@@ -33,7 +33,8 @@ from outpace.train.batches import Batch
 from outpace.train.distributed import ProcessGroup
 from outpace.train.memory import Holes, keep_freed_memory
 from outpace.train.objective import Objective, Step
-from outpace.train.progress import clock_text
+from outpace.train.progress import Say, clock_text
+from outpace.train.stopping import Asked, asked
 
 LOSS_SHARE = 4
 """One in so many of the held-out tokens is read for the loss, too."""
@@ -204,6 +205,7 @@ def train(
     provenance: Mapping[str, Any] | None = None,
     resume: bool = False,
     report: Callable[[Progress], None] = lambda progress: None,
+    say: Say = lambda line: None,
 ) -> Trained:
     """Train, and leave the best drafter seen in ``out``.
 
@@ -215,8 +217,10 @@ def train(
         work: folder of checkpoints, and of ``training.png`` where matplotlib is installed.
         provenance: written with the drafter, with the measurement of it added.
         resume: go on from the newest checkpoint, if there is one.
+        say: told that Ctrl-C or SIGTERM was understood.
 
     Raises:
+        KeyboardInterrupt: of these two; the last step has a checkpoint, unless Ctrl-C came twice.
         OutpaceError: the loss or the gradient is not finite (says step and last checkpoint), or a
             checkpoint is corrupt or of another network.
     """
@@ -226,8 +230,9 @@ def train(
         run = _Run(objective, config, group, out, work, torch.device(device), dict(provenance or {}))
         if resume and (path := checkpoint.latest(work)) is not None:
             run.resume(path)
-        trained = run.go(source, held_out, report)
-        group.wait()
+        with asked(say if group.leads else lambda line: None) as stop:
+            trained = run.go(source, held_out, report, stop)
+            group.wait()
         return trained
     finally:
         group.close()
@@ -277,7 +282,9 @@ class _Run:
             state = {"run": asdict(self.state), "best": best, "provenance": self.provenance}
             checkpoint.save(self.work, self.state.step, tensors, state)
 
-    def go(self, source: Source, held_out: Iterable[Batch], report: Callable[[Progress], None]) -> Trained:
+    def go(
+        self, source: Source, held_out: Iterable[Batch], report: Callable[[Progress], None], stop: Asked
+    ) -> Trained:
         config, state = self.config, self.state
         begin = time.monotonic() - state.seconds
         self.group.agree(self.parameters)
@@ -313,8 +320,12 @@ class _Run:
                     if self.group.leads:
                         report(now)
                     losses, tokens, since = [], 0, time.monotonic()
-                if ends or state.early or state.step % config.checkpoint_every == 0:
+                stops = self.group.any(stop.number is not None)
+                if ends or state.early or stops or state.step % config.checkpoint_every == 0:
                     self.keep()
+                if stops:
+                    self.group.wait()  # whoever leaves first must not take the writer along
+                    stop.leave()
                 if ends or state.early:
                     break
         if self.group.leads:

@@ -290,6 +290,7 @@ class Pipeline:
             provenance=provenance,
             resume=self.resume,
             report=report,
+            say=self.say,
         )
         if self.features is not None:
             self.features.flush()

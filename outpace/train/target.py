@@ -20,6 +20,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -181,13 +182,14 @@ def make(
     files: Sequence[Path],
     loop: LoopConfig,
     resume: bool,
-    say: Callable[[str], None],
+    say: Callable[[Any], None],
 ) -> None:
     """Tokenizer, training, model folder.
 
     Raises:
         OutpaceError: a training was stopped in OUT and ``resume`` is not given, the texts are too short, or
             several processes are to share this.
+        KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
     """
     if world()[1] > 1:
         raise OutpaceError("a target is made by one process; start it without torchrun")
@@ -232,23 +234,28 @@ def make(
             text += f" | text {now.acceptance[0]:.3f}; {each}; loss {now.held_out_loss:.3f}"
         say(text)
 
-    train(
-        model,
-        own,
-        held.all(),
-        loop,
-        out=out,
-        work=work,
-        resume=resume,
-        report=report,
-        provenance={
-            "command": command(),
-            "weights": size,
-            "texts": [file.name for file in files],
-            "tokens": len(own.ids),
-            "start": recipe.start,
-            "exits": recipe.after,
-        },
-    )
+    try:
+        train(
+            model,
+            own,
+            held.all(),
+            loop,
+            out=out,
+            work=work,
+            resume=resume,
+            report=report,
+            say=say,
+            provenance={
+                "command": command(),
+                "weights": size,
+                "texts": [file.name for file in files],
+                "tokens": len(own.ids),
+                "start": recipe.start,
+                "exits": recipe.after,
+            },
+        )
+    except KeyboardInterrupt:
+        say(checkpoint.kept(work, None))
+        raise
     for path in checkpoint.paths(work):
         path.unlink()

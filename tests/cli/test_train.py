@@ -1,4 +1,5 @@
 import json
+import signal
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from outpace.bench import stats
 from outpace.bench.runner import Runner
 from outpace.cli import train as command
+from outpace.train import checkpoint
 
 
 def settings(*pairs):
@@ -138,6 +140,28 @@ def test_stopped_while_measuring_leaves_the_drafter_in_use(
     nothing = train(outpace, *given, *more, "--resume")
     assert nothing.code == 2 and "holds no training that was stopped" in nothing.err
     assert len(nothing.err.strip().splitlines()) == 1
+
+
+def test_sigterm_keeps_the_last_step_and_says_how_to_go_on(outpace, prompts, data_folder, work, monkeypatch):
+    def ask(progress):
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command, "_report", ask)
+    stopped = train(
+        outpace,
+        "--prompts",
+        prompts,
+        "--tokens",
+        "600",
+        "--work",
+        str(work),
+        *settings("loop.report_every=3"),
+    )
+    assert stopped.code == 143 and stopped.err.splitlines()[-2:] == [
+        "stopping after this step, with a checkpoint; Ctrl-C ends at once",
+        "stopped: no drafter was made, the last checkpoint is step-00000003.safetensors; --resume goes on",
+    ]
+    checkpoint.paths(work / "draft_model")[0].unlink()  # other tests begin anew
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
 def test_what_a_stopped_training_leaves_is_one_line(tmp_path):
     best = tmp_path / "best"
     assert checkpoint.kept(tmp_path, best) == (
-        "stopped: no drafter was made, and no checkpoint; the same command begins the training anew"
+        "stopped: no drafter was made, there is no checkpoint; the same command begins the training anew"
     )
     best.mkdir()
     save(tmp_path, 200)

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -100,6 +101,70 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(target, batches, tmp_path, k
     poor = trainee(target, batches, kind)
     train(poor, Listed(batches), [], config, out=tmp_path / "c", work=path.parent, resume=True)
     assert any(not torch.equal(one, weights(whole)[name]) for name, one in weights(poor).items())
+
+
+@pytest.fixture
+def signals():
+    """Handled as Python does, whoever started the tests."""
+    usual = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
+    before = [(number, signal.signal(number, handler)) for number, handler in usual]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)
+
+
+@pytest.mark.usefixtures("signals")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_it_keeps_the_step_and_goes_on_to_the_same_bits(target, batches, tmp_path, number):
+    config = LoopConfig(steps=7, evaluate_every=3, checkpoint_every=200, report_every=1, bf16=False)
+    whole, lines = trainee(target, batches), []
+    train(whole, Listed(batches), batches[:1], config, out=tmp_path / "a", work=tmp_path / "aw")
+    places = {"out": tmp_path / "b", "work": tmp_path / "bw", "say": lines.append}
+
+    def ask(progress):
+        if progress.step == 4:
+            signal.raise_signal(number)
+
+    before = [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(KeyboardInterrupt) as stop:
+        train(trainee(target, batches), Listed(batches), batches[:1], config, **places, report=ask)
+    assert stop.value.args == (number,) and len(lines) == 1 and "Ctrl-C ends at once" in lines[0]
+    assert [signal.getsignal(one) for one in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [one.name for one in checkpoint.paths(tmp_path / "bw")] == ["step-00000004.safetensors"]
+    again = trainee(target, batches)
+    train(again, Listed(batches), batches[:1], config, **places, resume=True)
+    assert all(torch.equal(one, weights(whole)[name]) for name, one in weights(again).items())
+    for file in ("model.safetensors", "config.json"):
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_second_ctrl_c_ends_at_once(target, batches, tmp_path):
+    config = LoopConfig(steps=7, report_every=1, bf16=False)
+
+    def ask(progress):
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)  # whoever ends several processes may send more
+        signal.raise_signal(signal.SIGINT)
+        pytest.fail("it went on")
+
+    places = {"out": tmp_path / "a", "work": tmp_path / "aw"}
+    with pytest.raises(KeyboardInterrupt):
+        train(trainee(target, batches), Listed(batches), batches[:1], config, **places, report=ask)
+    assert not checkpoint.paths(tmp_path / "aw")
+
+
+@pytest.mark.usefixtures("signals")
+def test_asked_in_the_last_step_it_leaves_before_anything_else(target, batches, tmp_path):
+    config = LoopConfig(steps=2, bf16=False)
+    places = {"out": tmp_path / "a", "work": tmp_path / "aw"}
+
+    def ask(progress):
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(KeyboardInterrupt):
+        train(trainee(target, batches), Listed(batches), batches[:1], config, **places, report=ask)
+    assert checkpoint.latest(tmp_path / "aw").name == "step-00000002.safetensors"
 
 
 def test_muon_has_the_matrices_between_vectors_and_adamw_the_rest(target, batches):

@@ -287,13 +287,17 @@ def test_a_killed_training_goes_on_to_the_same_bits(made, texts, tmp_path, start
     )
     recipe, loop = Recipe(**given, whole=2, dropout=0.5), LoopConfig(steps=11, **LOOP)
 
+    said = []
+
     def kill(text):
+        said.append(text)
         if text.startswith("step 6"):
             raise KeyboardInterrupt
 
     make(tmp_path / "whole", recipe, [texts], loop, resume=False, say=str)
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "killed", recipe, [texts], loop, resume=False, say=kill)
+    assert said[-1] == "stopped: the last checkpoint is step-00000004.safetensors; --resume goes on"
     lines = []
     make(tmp_path / "killed", recipe, [texts], loop, resume=True, say=lines.append)
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["6", "8", "10", "11"]

@@ -1,0 +1,63 @@
+"""Ctrl-C and SIGTERM while a training runs: the step ends and is kept before the process leaves.
+
+A second Ctrl-C ends it at once, as the first one does everywhere else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
+from types import FrameType
+
+from outpace.train.progress import Say
+
+_OURS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
+"""Whoever ignores a signal, or handles it, goes on so."""
+
+
+class Asked:
+    """Whether this process was asked to stop."""
+
+    def __init__(self, say: Say) -> None:
+        self._say = say
+        self.number: int | None = None
+        """The signal that asked first."""
+
+    def take(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal."""
+        if self.number is None:
+            self.number = number
+            with contextlib.suppress(RuntimeError):  # it came while the same file was written to
+                self._say("stopping after this step, with a checkpoint; Ctrl-C ends at once")
+        elif number == signal.SIGINT:
+            signal.default_int_handler(number, frame)
+
+    def leave(self) -> None:
+        """End the training; KeyboardInterrupt with the number of the signal."""
+        raise KeyboardInterrupt(signal.SIGINT if self.number is None else self.number)
+
+
+@contextlib.contextmanager
+def asked(say: Say) -> Iterator[Asked]:
+    """Let signals ask; in the main thread, which alone can have them.
+
+    Args:
+        say: told at the first one.
+
+    Raises:
+        KeyboardInterrupt: at the end, if nobody left for the signal before.
+    """
+    found, before = Asked(say), {}
+    try:
+        if threading.current_thread() is threading.main_thread():
+            for number, usual in _OURS.items():
+                if signal.getsignal(number) == usual:
+                    before[number] = signal.signal(number, found.take)
+        yield found
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if found.number is not None:
+        found.leave()
