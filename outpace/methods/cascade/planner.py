@@ -141,9 +141,7 @@ def measure(
     Raises:
         RequestError: nothing was drafted.
     """
-    params = SamplingParams(
-        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
-    )
+    params = _params(max_new_tokens, temperature)
     probes = load_probes(engine, levels, lenience, anew=base is None)
     probe = probes.cascade
     passes, alone = [Passes() for _ in range(len(probe.models) + 1)], Passes()
@@ -180,6 +178,13 @@ def measure(
             seen[-1].less(before, after).joined(lookup, None if base is None else base.without[i])
             for i, (before, after) in enumerate(pairwise(seen))
         ),
+    )
+
+
+def _params(max_new_tokens: int, temperature: float) -> SamplingParams:
+    """How every answer is drawn here: all equally long, the same ones each time."""
+    return SamplingParams(
+        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
     )
 
 
@@ -255,9 +260,7 @@ def speedup(
     tick: Callable[[str, int], None] = lambda part, prompts: None,
 ) -> list[Measured]:
     """Measure drafters against plain decoding; all run in turn on every prompt."""
-    params = SamplingParams(
-        **NEUTRAL | {"temperature": temperature}, max_new_tokens=max_new_tokens, ignore_eos=True, seed=0
-    )
+    params = _params(max_new_tokens, temperature)
     spent = {spec: Passes() for spec in ("none", *specs)}
     tokens = dict.fromkeys(spent, 0)
     below: dict[str, list[Passes]] = {spec: [] for spec in spent}
