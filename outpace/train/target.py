@@ -19,6 +19,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
 from outpace.train.pipeline import command
 from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
-from outpace.train.target_start import END, start_from
+from outpace.train.target_start import END, Start, start_from
 
 APART = 40
 """Every so many-th piece of text is held out."""
@@ -94,6 +95,14 @@ class Texts:
 
     train: list[str] = field(default_factory=list)
     held_out: list[str] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> Texts:
+        """Those of files."""
+        texts = cls()
+        for file in files:
+            texts.read(file)
+        return texts
 
     def read(self, path: Path) -> None:
         """Add a file: its documents, or its paragraphs, a few together."""
@@ -193,9 +202,7 @@ def make(
     """
     if world()[1] > 1:
         raise OutpaceError("a target is made by one process; start it without torchrun")
-    texts = Texts()
-    for file in files:
-        texts.read(file)
+    texts = Texts.of(files)
     work = out / "training"
     if checkpoint.latest(work) is not None and not resume:
         raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
@@ -203,37 +210,22 @@ def make(
     start = None
     if recipe.start != "none":
         start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
-    if resume and (out / "tokenizer.json").is_file():
-        tokenizer = tokenizers.Tokenizer.from_file(str(out / "tokenizer.json"))
-    else:
-        tokenizer = trained_tokenizer(texts.train, recipe.vocab) if start is None else start.tokenizer
-        tokenizer.save(str(out / "tokenizer.json"))
-        said = {"eos_token": END, "chat_template": BARE}
-        write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
-        write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)
-        write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
-    own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
-    if len(held.ids) < 2 * recipe.length or own.count < 2:
-        raise OutpaceError(
-            f"the texts have {len(own.ids) + len(held.ids)} tokens; give more, "
-            f"{2 * APART * recipe.length} at least, or a smaller length than {recipe.length}"
-        )
+    tokenizer = _tokenizer(out, recipe, texts, start, resume)
+    own, held = _windows(texts, tokenizer, recipe)
     model = ExitModel(recipe, tokenizer, start)
     size = sum(one.numel() for one in model.module.parameters())
     say(
         f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
         f"out, {own.count} steps an epoch"
     )
-
-    def report(now: Progress) -> None:
-        text = now.line().partition(" | ")[0]
-        if now.acceptance:
-            each = ", ".join(
-                f"exit {layer} {one:.3f}" for layer, one in zip(recipe.after, now.overlap, strict=True)
-            )
-            text += f" | text {now.acceptance[0]:.3f}; {each}; loss {now.held_out_loss:.3f}"
-        say(text)
-
+    provenance = {
+        "command": command(),
+        "weights": size,
+        "texts": [file.name for file in files],
+        "tokens": len(own.ids),
+        "start": recipe.start,
+        "exits": recipe.after,
+    }
     try:
         train(
             model,
@@ -243,19 +235,50 @@ def make(
             out=out,
             work=work,
             resume=resume,
-            report=report,
+            report=partial(_tell, recipe, say),
             say=say,
-            provenance={
-                "command": command(),
-                "weights": size,
-                "texts": [file.name for file in files],
-                "tokens": len(own.ids),
-                "start": recipe.start,
-                "exits": recipe.after,
-            },
+            provenance=provenance,
         )
     except KeyboardInterrupt:
         say(checkpoint.kept(work, None))
         raise
     for path in checkpoint.paths(work):
         path.unlink()
+
+
+def _tokenizer(
+    out: Path, recipe: Recipe, texts: Texts, start: Start | None, resume: bool
+) -> tokenizers.Tokenizer:
+    """The tokenizer that a resumed training wrote, or a new one, which is written with the prompts."""
+    file = out / "tokenizer.json"
+    if resume and file.is_file():
+        return tokenizers.Tokenizer.from_file(str(file))
+    tokenizer = trained_tokenizer(texts.train, recipe.vocab) if start is None else start.tokenizer
+    tokenizer.save(str(file))
+    said = {"eos_token": END, "chat_template": BARE}
+    write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
+    write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)
+    write_prompts(texts.train, out / "beginnings.jsonl", LEARNED, recipe.seed)
+    return tokenizer
+
+
+def _windows(texts: Texts, tokenizer: tokenizers.Tokenizer, recipe: Recipe) -> tuple[Windows, Windows]:
+    """Texts to learn and held-out ones; OutpaceError if they are too short."""
+    own, held = (Windows(encoded(part, tokenizer), recipe) for part in (texts.train, texts.held_out))
+    if len(held.ids) < 2 * recipe.length or own.count < 2:
+        raise OutpaceError(
+            f"the texts have {len(own.ids) + len(held.ids)} tokens; give more, "
+            f"{2 * APART * recipe.length} at least, or a smaller length than {recipe.length}"
+        )
+    return own, held
+
+
+def _tell(recipe: Recipe, say: Callable[[Any], None], now: Progress) -> None:
+    """Report with the exits by their names."""
+    text = now.line().partition(" | ")[0]
+    if now.acceptance:
+        each = ", ".join(
+            f"exit {layer} {one:.3f}" for layer, one in zip(recipe.after, now.overlap, strict=True)
+        )
+        text += f" | text {now.acceptance[0]:.3f}; {each}; loss {now.held_out_loss:.3f}"
+    say(text)
