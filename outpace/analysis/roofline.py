@@ -186,24 +186,48 @@ def op_table(
     Attention is fused: scores touch no memory. Each row is multiplied by every key of its
     sequence, hidden ones included, as attention with a tree's mask does.
     """
-    c, total = config, rows * batch
-    headed = total if logits is None else min(rows, logits) * batch
-    w, a, r = widths.weight, widths.activation, widths.residual
-    query, key = c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-    layers = c.num_layers
+    headed = rows if logits is None else min(rows, logits)
+    made = _Pass(config, widths, rows, context, batch, headed * batch, held or {})
+    return [op for op in (*made.before(), *made.attention(), *made.behind()) if op.count]
 
-    def linear(name: str, count: int, inputs: int, outputs: int, bias: bool, out: float) -> list[Op]:
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """The operators of one pass, part by part."""
+
+    config: DecoderConfig
+    widths: Widths
+    rows: int
+    """Of each sequence."""
+    context: int
+    batch: int
+    headed: int
+    """Rows of all sequences together whose logits are wanted."""
+    held: Mapping[str, Sequence[Held]]
+
+    @property
+    def total(self) -> int:
+        """Rows of all sequences together."""
+        return self.rows * self.batch
+
+    @property
+    def query_key(self) -> tuple[int, int]:
+        """Numbers of a row's queries, and of its keys."""
+        c = self.config
+        return c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
+
+    def linear(self, name: str, count: int, inputs: int, outputs: int, bias: bool, out: float) -> list[Op]:
         """A projection, for every type of weights apart; ``out`` is the bytes that it writes per row."""
-        plain = Held("", w * (inputs + bias) * outputs)
-        found = Counter((held or {}).get(name) or [plain] * count)
-        several, each = len(found) > 1, headed if name == "head" else total
+        plain = Held("", self.widths.weight * (inputs + bias) * outputs)
+        found = Counter(self.held.get(name) or [plain] * count)
+        several, each = len(found) > 1, self.headed if name == "head" else self.total
         return [
             Op(
                 name=f"{name} ({one.kind})" if several else name,
                 count=times,
                 flops=2 * each * inputs * outputs,
                 weights=one.nbytes,
-                moved=each * (a * inputs + out),
+                moved=each * (self.widths.activation * inputs + out),
                 group=PRODUCT,
                 coded=one.coded,
                 rows=each,
@@ -211,49 +235,59 @@ def op_table(
             for one, times in found.items()
         ]
 
-    def rowwise(name: str, count: int, work: float, moved: float, weights: float = 0) -> Op:
+    def rowwise(self, name: str, count: int, work: float, moved: float, weights: float = 0) -> Op:
         """An operator on rows: FLOPs and bytes per row."""
-        return Op(name=name, count=count, flops=total * work, weights=weights, moved=total * moved)
+        return Op(name=name, count=count, flops=self.total * work, weights=weights, moved=self.total * moved)
 
-    sandwich = layers if c.sandwich_norms else 0
-    ops = [
-        rowwise("embed", 1, 0, c.hidden_size * (w + r)),
-        rowwise("norm", 2 * layers + 1, 7 * c.hidden_size, c.hidden_size * (r + a), w * c.hidden_size),
-        rowwise("norm after", 2 * sandwich, 7 * c.hidden_size, c.hidden_size * (a + r), w * c.hidden_size),
-        *linear(
-            "qkv", layers, c.hidden_size, query + 2 * key, c.qkv_bias, a * query + 2 * widths.cache * key
-        ),
-        rowwise(
-            "qk norm",
-            layers if c.qk_norm else 0,
-            7 * (query + key),
-            2 * a * (query + key),
-            2 * w * c.head_dim,
-        ),
-        rowwise("rotate", layers, 3 * (query + key), 2 * a * (query + key)),
-    ]
-    for window in sorted(set(c.windows), key=lambda one: one or 0):
-        seen = context + rows if window is None else min(context, window - 1) + rows
-        scores = batch * c.num_heads * rows * seen
-        ops.append(
-            Op(
-                name="attention" if window is None else f"attention in {window}",
-                count=sum(one == window for one in c.windows),
-                flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
-                weights=0,
-                moved=2 * total * query * a + 2 * batch * seen * key * widths.cache,
-                group=ATTENTION,
+    def before(self) -> list[Op]:
+        """What comes before attention."""
+        c, layers, (query, key) = self.config, self.config.num_layers, self.query_key
+        w, a, r = self.widths.weight, self.widths.activation, self.widths.residual
+        sandwich = layers if c.sandwich_norms else 0
+        normed = layers if c.qk_norm else 0
+        stored = a * query + 2 * self.widths.cache * key
+        rowwise, width = self.rowwise, c.hidden_size
+        return [
+            rowwise("embed", 1, 0, width * (w + r)),
+            rowwise("norm", 2 * layers + 1, 7 * width, width * (r + a), w * width),
+            rowwise("norm after", 2 * sandwich, 7 * width, width * (a + r), w * width),
+            *self.linear("qkv", layers, width, query + 2 * key, c.qkv_bias, stored),
+            rowwise("qk norm", normed, 7 * (query + key), 2 * a * (query + key), 2 * w * c.head_dim),
+            rowwise("rotate", layers, 3 * (query + key), 2 * a * (query + key)),
+        ]
+
+    def attention(self) -> list[Op]:
+        """Attention, for every window apart."""
+        c, rows, (query, key) = self.config, self.rows, self.query_key
+        ops = []
+        for window in sorted(set(c.windows), key=lambda one: one or 0):
+            seen = self.context + rows if window is None else min(self.context, window - 1) + rows
+            scores = self.batch * c.num_heads * rows * seen
+            stored = 2 * self.batch * seen * key * self.widths.cache
+            ops.append(
+                Op(
+                    name="attention" if window is None else f"attention in {window}",
+                    count=sum(one == window for one in c.windows),
+                    flops=scores * (4 * c.head_dim + 5),  # scores, values, and 5 for the softmax
+                    weights=0,
+                    moved=2 * self.total * query * self.widths.activation + stored,
+                    group=ATTENTION,
+                )
             )
-        )
-    ops += [
-        *linear("out", layers, query, c.hidden_size, c.out_bias, a * c.hidden_size),
-        *linear("gate, up", layers, c.hidden_size, 2 * c.ffn_size, c.mlp_bias, 2 * a * c.ffn_size),
-        rowwise("activation", layers, 2 * c.ffn_size, 3 * a * c.ffn_size),
-        *linear("down", layers, c.ffn_size, c.hidden_size, c.mlp_bias, a * c.hidden_size),
-        rowwise("add", 2 * layers, c.hidden_size, c.hidden_size * (2 * r + a)),
-        *linear("head", 1, c.hidden_size, c.vocab_size, False, r * c.vocab_size),
-    ]
-    return [op for op in ops if op.count]
+        return ops
+
+    def behind(self) -> list[Op]:
+        """What comes behind attention."""
+        c, layers, a, r = self.config, self.config.num_layers, self.widths.activation, self.widths.residual
+        width, ffn = c.hidden_size, c.ffn_size
+        return [
+            *self.linear("out", layers, self.query_key[0], width, c.out_bias, a * width),
+            *self.linear("gate, up", layers, width, 2 * ffn, c.mlp_bias, 2 * a * ffn),
+            self.rowwise("activation", layers, 2 * ffn, 3 * a * ffn),
+            *self.linear("down", layers, ffn, width, c.mlp_bias, a * width),
+            self.rowwise("add", 2 * layers, width, width * (2 * r + a)),
+            *self.linear("head", 1, width, c.vocab_size, False, r * c.vocab_size),
+        ]
 
 
 def seconds(ops: Sequence[Op], device: Device) -> float:
