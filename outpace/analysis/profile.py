@@ -151,35 +151,16 @@ def measure(
         raise RequestError(f"need a prompt and a drafter, got {len(asked)} and {len(specs)}")
     if max_new_tokens < SHORTEST:
         raise RequestError(f"max_new_tokens must be at least {SHORTEST}, got {max_new_tokens}")
-    names = [PLAIN, *dict.fromkeys(specs)]
-    answers: dict[str, list[_Answer]] = {name: [] for name in names}
-    for name in names:
-        tick(f"warm-up: {name}", 0)
-        _answer(engine, name, asked[0], _WARM_UP)
-    for turn, one in enumerate(asked):
-        first = turn % len(names)
-        for name in (*names[first:], *names[:first]):
-            tick(name, 0)
-            answers[name].append(_answer(engine, name, one, max_new_tokens))
-            tick(name, 1)
-        for name in (name for name in names if _disturbed(answers[name][-1], answers[PLAIN][-1])):
-            for again in (PLAIN, name):
-                answers[again][-1] = _answer(engine, again, one, max_new_tokens)
-    plain = answers[PLAIN]
+    answers = _in_turns(engine, asked, [PLAIN, *dict.fromkeys(specs)], max_new_tokens, tick)
+    plain = answers.pop(PLAIN)
     left_out = dict(left_out or {})
-    for name in names[1:]:
-        if all(_disturbed(own, other) for own, other in zip(answers[name], plain, strict=True)):
+    for name, own in [*answers.items()]:
+        if all(_disturbed(one, other) for one, other in zip(own, plain, strict=True)):
             left_out[name] = "something else used the machine during each of its answers; tune again"
             del answers[name]
-    factor = median(
-        step.seconds["score"] / curve.seconds(step.passed_rows, step.context)
-        for answer in plain
-        for step in answer.steps
-    )
+    factor = _pass_factor(plain, curve)
     learned = [
-        learn(engine.method(name), own, plain, curve, factor, max_new_tokens)
-        for name, own in answers.items()
-        if name != PLAIN
+        learn(engine.method(name), own, plain, curve, factor, max_new_tokens) for name, own in answers.items()
     ]
     target = engine.target
     return Profile(
@@ -198,6 +179,30 @@ def measure(
     )
 
 
+def _in_turns(
+    engine: Engine,
+    asked: Sequence[Asked],
+    names: Sequence[str],
+    max_new_tokens: int,
+    tick: Callable[[str, int], None],
+) -> dict[str, list[_Answer]]:
+    """Answers of all drafters to every prompt, each beginning in turn; disturbed ones once more."""
+    answers: dict[str, list[_Answer]] = {name: [] for name in names}
+    for name in names:
+        tick(f"warm-up: {name}", 0)
+        _answer(engine, name, asked[0], _WARM_UP)
+    for turn, one in enumerate(asked):
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):
+            tick(name, 0)
+            answers[name].append(_answer(engine, name, one, max_new_tokens))
+            tick(name, 1)
+        for name in (name for name in names if _disturbed(answers[name][-1], answers[PLAIN][-1])):
+            for again in (PLAIN, name):
+                answers[again][-1] = _answer(engine, again, one, max_new_tokens)
+    return answers
+
+
 @dataclass(frozen=True, slots=True)
 class _Answer:
     """The steps of one answer, prompts apart, and decode tokens per second less stalls."""
@@ -208,6 +213,15 @@ class _Answer:
     @property
     def emitted(self) -> float:
         return mean(len(step.rows[0].emitted) for step in self.steps) if self.steps else 1.0
+
+
+def _pass_factor(plain: Sequence[_Answer], curve: CostCurve) -> float:
+    """Seconds of plain passes, in those of the curve."""
+    return median(
+        step.seconds["score"] / curve.seconds(step.passed_rows, step.context)
+        for answer in plain
+        for step in answer.steps
+    )
 
 
 def _disturbed(own: _Answer, plain: _Answer) -> bool:
