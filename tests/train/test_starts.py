@@ -1,5 +1,7 @@
 """Every training can go on from the drafter that it made."""
 
+from dataclasses import fields, replace
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -74,6 +76,24 @@ def test_what_was_saved_is_where_the_next_training_begins(target, tmp_path, meth
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     assert any(not torch.equal(first[name], untrained[name]) for name in first)
+
+
+SURE = {
+    f"{name}, confident": (kind, replace(config, confidence=1.0))
+    for name, (kind, config) in KINDS.items()
+    if "confidence" in {field.name for field in fields(config)}
+}
+
+
+@pytest.mark.parametrize("method", [*KINDS, *SURE])
+def test_a_training_begins_with_the_same_weights_whatever_was_drawn_before(target, method):
+    kind, config = {**KINDS, **SURE}[method]
+    built = []
+    for seed in (1, 2):
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            built.append(kind.build(config, target, None).module.state_dict())
+    assert all(torch.equal(one, built[1][name]) for name, one in built[0].items())
 
 
 @pytest.mark.parametrize("sizes", [(None, 60), (60, None), (60, 90)], ids=repr)

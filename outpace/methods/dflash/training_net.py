@@ -87,6 +87,8 @@ class BlockNet(nn.Module):
             self.markov_head = MarkovHead(shape.known, rank, shape.draft_vocab)
         if shape.confident:
             self.confidence_head = nn.ModuleDict({"proj": nn.Linear(hidden + rank, 1)})
+            for one in self.confidence_head.parameters():  # until it learns, it is as sure as not
+                nn.init.zeros_(one)
         self.layers = nn.ModuleList(BlockLayer(config, i) for i in range(config.num_layers))
         self.norm = Norm(hidden, config)
         self._turns = Turns(config.ropes[0], device)
