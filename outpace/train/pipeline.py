@@ -45,6 +45,7 @@ from outpace.train.generate import generate_answers
 from outpace.train.install import check_destination, install_folder
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
+from outpace.train.plan import check_plan, write_plan
 from outpace.train.progress import Say
 from outpace.train.repeats import near_duplicates
 from outpace.train.splits import check_splits
@@ -353,20 +354,12 @@ class Pipeline:
             "start": provenance.get("start", {}).get("sha256"),
             "mean_with": [one["sha256"] for one in provenance.get("start", {}).get("mean_with", ())],
         }
-        path = self.folder / "run.json"
-        if self.resume and path.is_file():
-            began = parse_json(path.read_bytes())
-            wrong = [key for key in plan if began.get(key) != json.loads(json.dumps(plan[key]))]
-            if wrong:
-                key = wrong[0]
-                raise RequestError(
-                    f"the training in {self.folder} began with {key} {began.get(key)}, not "
-                    f"{plan[key]}; give the same, or delete the folder to begin anew"
-                )
+        if self.resume:
+            check_plan(self.folder, plan)
         elif self.rank == 0:
-            if not self.resume and self.best.is_dir():
+            if self.best.is_dir():
                 shutil.rmtree(self.best)  # of a training that nothing is left of to go on with
-            write_whole(path, json.dumps(plan, indent=1))
+            write_plan(self.folder, plan)
 
     def held_out_prompts(self, limit: int) -> list[tuple[int, ...]]:
         """Token ids of prompts that were kept from training, short and long ones."""

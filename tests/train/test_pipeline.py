@@ -104,6 +104,13 @@ def test_stopped_and_resumed_is_the_same_to_the_bit(engine, made, tmp_path):
     other = read_options("draft_model", [*SETTINGS, "loop.lr=0.1"], 1500)
     with pytest.raises(RequestError, match=r"began with loop .* not .*'lr': '0.1'"):
         begin(other, resume=True).run(report=quiet)
+    plan = pipeline.folder / "run.json"
+    whole = plan.read_bytes()
+    for harm in (whole[:-9], b"[]"):
+        plan.write_bytes(harm)
+        with pytest.raises(OutpaceError, match=r"run\.json is corrupt .*; delete it to go on"):
+            begin(resume=True).run(report=quiet)
+    plan.write_bytes(whole)
     again = begin(resume=True).run(report=quiet)
     assert again.trained.steps == 6
     assert weights(again.folder) == weights(result.folder)
