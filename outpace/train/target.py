@@ -15,10 +15,11 @@ Shape letters: B sequences.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
 from outpace.train.pipeline import command
+from outpace.train.plan import PLAN, check_plan, write_plan
 from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
 from outpace.train.target_start import END, Start, start_from
 
@@ -47,6 +49,9 @@ PIECE = 1500
 """Characters of a piece where a file has no marks."""
 PROMPTS, LEARNED, BEGINNING = 24, 400, 24
 """Prompts to measure with and to train drafters on, at most, and words of each."""
+
+_PARTS = ("config.json", "model.safetensors", "tokenizer.json")
+"""Files of a model that are not overwritten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +108,10 @@ class Texts:
         for file in files:
             texts.read(file)
         return texts
+
+    @property
+    def digest(self) -> str:
+        return hashlib.sha256(json.dumps([self.train, self.held_out]).encode()).hexdigest()[:16]
 
     def read(self, path: Path) -> None:
         """Add a file: its documents, or its paragraphs, a few together."""
@@ -196,17 +205,17 @@ def make(
     """Tokenizer, training, model folder.
 
     Raises:
-        OutpaceError: a training was stopped in OUT and ``resume`` is not given, the texts are too short, or
-            several processes are to share this.
+        OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the reverse, or it began
+            with something else; OUT holds a model; the texts are too short; there are several processes.
         KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
     """
     if world()[1] > 1:
         raise OutpaceError("a target is made by one process; start it without torchrun")
-    texts = Texts.of(files)
     work = out / "training"
-    if checkpoint.latest(work) is not None and not resume:
-        raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
-    out.mkdir(parents=True, exist_ok=True)
+    _check_place(out, work, resume)
+    texts = Texts.of(files)
+    plan = {**asdict(recipe), **{f"loop.{key}": one for key, one in asdict(loop).items()}}
+    (check_plan if resume else write_plan)(work, {**plan, "texts": texts.digest})
     start = None
     if recipe.start != "none":
         start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
@@ -242,8 +251,20 @@ def make(
     except KeyboardInterrupt:
         say(checkpoint.kept(work, None))
         raise
-    for path in checkpoint.paths(work):
-        path.unlink()
+    for path in (work / PLAN, *checkpoint.paths(work)):
+        path.unlink(missing_ok=True)
+
+
+def _check_place(out: Path, work: Path, resume: bool) -> None:
+    """Refuse to overwrite a model that is whole, and to go on where nothing was stopped."""
+    stopped = checkpoint.latest(work) is not None
+    if stopped and not resume:
+        raise OutpaceError(f"a training was stopped in {work}; give --resume, or delete it")
+    if resume and not stopped:
+        raise OutpaceError(f"{work} holds no training that was stopped; leave --resume out to begin one")
+    held = next((name for name in _PARTS if (out / name).exists()), None)
+    if held and not resume and not (work / PLAN).is_file():
+        raise OutpaceError(f"--out {out} holds {held}, which would be lost; name another folder")
 
 
 def _tokenizer(

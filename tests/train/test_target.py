@@ -7,7 +7,7 @@ import pytest
 import tokenizers
 import torch
 
-from outpace import Engine, ModelError, OutpaceError
+from outpace import Engine, ModelError, OutpaceError, RequestError
 from outpace.bench.formats import read_workload
 from outpace.errors import SpecError, UnknownNameError
 from outpace.methods.early_exit.drafter import EarlyExit, EarlyExitConfig
@@ -307,6 +307,40 @@ def test_a_killed_training_goes_on_to_the_same_bits(made, texts, tmp_path, start
         assert (tmp_path / "whole" / "model.safetensors").read_bytes() != (
             made / "model.safetensors"
         ).read_bytes()
+
+
+def test_a_model_is_not_overwritten_and_nothing_else_is_gone_on_with(made, texts, tmp_path):
+    recipe, loop, out = Recipe(**SMALL), LoopConfig(steps=6, **LOOP), tmp_path / "model"
+    before = {one.name: one.read_bytes() for one in made.iterdir() if one.is_file()}
+    other = tmp_path / "other.txt"
+    other.write_text(texts.read_text().replace("Once", "Twice"))
+
+    def begin(out, recipe=recipe, texts=texts, loop=loop, resume=False, say=str):
+        make(out, recipe, [texts], loop, resume=resume, say=say)
+
+    def stop(text):
+        if text.startswith("step"):
+            raise KeyboardInterrupt
+
+    with pytest.raises(OutpaceError, match=r"--out .* holds config\.json, which would be lost"):
+        begin(made, texts=other)
+    with pytest.raises(OutpaceError, match="holds no training that was stopped; leave --resume out"):
+        begin(made, texts=other, resume=True)
+    assert {one.name: one.read_bytes() for one in made.iterdir() if one.is_file()} == before
+    for _ in range(2):  # what was stopped before its first checkpoint is begun anew
+        with pytest.raises(KeyboardInterrupt):
+            begin(out, say=stop)
+    with pytest.raises(KeyboardInterrupt):
+        begin(out, loop=replace(loop, checkpoint_every=1), say=stop)
+    checkpoint.save(out / "training", 1, {}, {})
+    for change, said in (
+        ({"recipe": replace(recipe, seed=3)}, "began with seed 0, not 3"),
+        ({"loop": replace(loop, lr=0.1, checkpoint_every=1)}, "began with loop.lr 0.005, not 0.1"),
+        ({"texts": other}, "began with texts "),
+    ):
+        given = {"loop": replace(loop, checkpoint_every=1), **change}
+        with pytest.raises(RequestError, match=said):
+            begin(out, resume=True, **given)
 
 
 def test_a_tokenizer_is_cut_to_the_texts(made, texts):
