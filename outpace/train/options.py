@@ -17,12 +17,12 @@ import numpy as np
 
 from outpace import registry
 from outpace.config import build
-from outpace.errors import SpecError, UnknownNameError
+from outpace.errors import SpecError, UnknownNameError, shown
 from outpace.models.base import Target
-from outpace.train.generate import GenerateConfig
+from outpace.train.generate import MOST, GenerateConfig
 from outpace.train.loop import LoopConfig
 from outpace.train.objective import Objective
-from outpace.train.vocab import reduced_vocab
+from outpace.train.vocab import always_kept, reduced_vocab
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,10 +81,11 @@ class Options:
 
         Raises:
             ModelError: the target cannot serve it, or a setting does not fit the target.
+            RequestError: a draft vocabulary without room for the tokens that it must have.
         """
         size, vocab = self.pipeline.vocab, None
         if size is not None and size < target.vocab_size:
-            vocab = reduced_vocab(np.zeros(target.vocab_size, np.int64), size)
+            vocab = reduced_vocab(np.zeros(target.vocab_size, np.int64), size, always_kept(target))
         return self.objective.build(self.own, target, vocab)
 
     def to_json(self) -> dict[str, Any]:

@@ -13,8 +13,6 @@ from outpace.train.progress import Say
 from outpace.train.speed import LIKELY
 from outpace.train.tokens import TokenStore, held_out
 
-_ENOUGH = "give a hundred or more"
-
 
 def check_splits(
     target: Target,
@@ -33,7 +31,7 @@ def check_splits(
         say: told if the tokens that are wanted are likely to end before a prompt of both kinds was answered.
 
     Raises:
-        RequestError: all of them, or none, are held out.
+        RequestError: all of them, or none, are held out, or they are too long.
 
     Cost: prompts are encoded until one of both kinds was seen.
     """
@@ -47,11 +45,18 @@ def check_splits(
             if len(ids) < longest:
                 fitting += 1
                 kinds.add(held_out(ids))
+    if not stored and not answered:
+        raise RequestError(f"no prompt has at most {data.max_prompt} tokens; raise data.max_prompt")
+    if not stored and not fitting:
+        raise RequestError(
+            f"no prompt is shorter than {longest} tokens, and training reads no more of a text; raise "
+            "pipeline.max_length and pipeline.tokens_per_batch"
+        )
     if answered and len(kinds) < 2:
         which = "all" if True in kinds else "none"
         raise RequestError(
             f"of {fitting} prompts shorter than {longest} tokens {which} would be held out, and a drafter is "
-            f"trained on some and measured on others; {_ENOUGH}"
+            f"trained on some and measured on others; give more"
         )
     reached = round(data.tokens / (LIKELY * data.max_new_tokens * data.answers))
     if not stored and answered > reached + 1:

@@ -42,6 +42,18 @@ def test_prompts_that_are_too_long_to_learn_from_do_not_count(engine, tmp_path):
         begin(engine, some, tmp_path, print, 400, "pipeline.max_length=64").run()
 
 
+def test_prompts_that_are_all_too_long_are_refused_before_anything_is_written(engine, tmp_path):
+    some = prompts(engine, False, 3)
+    for pair, said in (
+        ("data.max_prompt=1", "at most 1 tokens; raise data.max_prompt"),
+        ("pipeline.max_length=2", "shorter than 2 tokens, and training reads no more"),
+        ("pipeline.vocab=1", "vocabulary of 1 has no room beside"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            begin(engine, some, tmp_path, print, 400, pair).run()
+    assert not any(tmp_path.iterdir())
+
+
 def test_prompts_added_to_answers_that_are_enough_may_be_few(engine, tmp_path):
     both = [*prompts(engine, True, 1), *prompts(engine, False, 4)]
     begin(engine, both, tmp_path).data()
