@@ -72,7 +72,8 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
     wanted = max(data.tokens, done) if pipeline.prompts else done
     answers = max(1, round(wanted / max(answer, 1.0)))
     tokens = round(wanted + answers * prompt)
-    decode, cache_bytes = decode_seconds(target, data.batch, round(prompt + answer / 2))
+    batch = min(data.batch, answers)
+    decode, cache_bytes = decode_seconds(target, batch, round(prompt + answer / 2))
     alone, _ = decode_seconds(target, 1, round(prompt + answer / 2))
     per_row = row_seconds(target, passes(pipeline.taps))
     missing = (wanted - done) / max(answer, 1.0)  # answers still to be made
@@ -97,9 +98,9 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
         answer_tokens=wanted,
         # Two checkpoints of weights and moments in float32, and a third on its way.
         disk_bytes=max(0, room - there) + 4 * tokens + 3 * 12 * parameters,
-        memory_bytes=_peak_memory() + cache_bytes * rows * data.batch,
+        memory_bytes=_peak_memory() + cache_bytes * rows * batch,
         steps=steps,
-        generate_seconds=missing * (answer * decode / data.batch + prompt * per_row / data.answers),
+        generate_seconds=missing * (answer * decode / batch + prompt * per_row / data.answers),
         feature_seconds=computed * per_row if pipeline.taps else 0.0,
         train_seconds=train_seconds,
         # Both warm up, and a drafter that is not trained yet may be no faster.

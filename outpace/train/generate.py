@@ -262,9 +262,10 @@ class _Work:
         first = self.answers // config.answers % len(self.prompts)
         coming = [*self.prompts[first:], *self.prompts[:first]][: missing + 1]
         prompt = typical_prompt(self.engine, coming, config.max_prompt)
-        decode, _ = decode_seconds(target, config.batch, round(prompt + answer / 2))
+        batch = max(1, min(config.batch, missing * config.answers))
+        decode, _ = decode_seconds(target, batch, round(prompt + answer / 2))
         read = prompt * row_seconds(target, frozenset()) / config.answers
-        return answer / (answer * decode / config.batch + read)
+        return answer / (answer * decode / batch + read)
 
     def _expected(self, begun: int) -> float:
         """Tokens that there will be when the answers are finished that were begun."""

@@ -2,6 +2,7 @@ import pytest
 
 from outpace import Engine, RequestError
 from outpace.train.corpus import CorpusPrompt
+from outpace.train.estimate import estimate
 from outpace.train.options import read_options
 from outpace.train.pipeline import Pipeline
 from outpace.train.tokens import TokenStore, held_out
@@ -52,6 +53,14 @@ def test_prompts_that_are_all_too_long_are_refused_before_anything_is_written(en
         with pytest.raises(RequestError, match=said):
             begin(engine, some, tmp_path, print, 400, pair).run()
     assert not any(tmp_path.iterdir())
+
+
+def test_a_batch_that_no_answers_fill_takes_no_more_memory(engine, tmp_path):
+    both = [*prompts(engine, True, 1), *prompts(engine, False, 4)]
+    pipeline = begin(engine, both, tmp_path, lambda tick: None, 100, "data.batch=1000000000")
+    assert estimate(pipeline).memory_bytes < 1 << 36
+    pipeline.data()
+    assert pipeline.store.answer_tokens >= 100
 
 
 def test_prompts_added_to_answers_that_are_enough_may_be_few(engine, tmp_path):
