@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from outpace.engine.engine import Engine
-from outpace.errors import RequestError
+from outpace.errors import RequestError, shown
 from outpace.models.prompts import encode_within
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
@@ -30,6 +30,8 @@ from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_pro
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
+MOST = 10**12
+"""No count is larger."""
 PLAN = 1 << 40
 """Numbers of the second work in a store begin here, those of the third at twice that."""
 LOOP_TOKENS, LOOP_PERIOD = 64, 32
@@ -64,8 +66,10 @@ class GenerateConfig:
 
     def __post_init__(self) -> None:
         for name in ("tokens", "max_new_tokens", "max_prompt", "answers", "batch", "shard_tokens"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} must be in [1, {MOST}], got {shown(getattr(self, name))}")
+        if not self.shard_seconds >= 0:
+            raise ValueError(f"shard_seconds must be at least 0, got {self.shard_seconds}")
         if not 0 <= self.greedy <= 1:
             raise ValueError(f"greedy must be in [0, 1], got {self.greedy}")
         if not 0 < self.coolest <= self.hottest:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from outpace.drafters.trained import CONFIG
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, shown
 from outpace.models.load import fast_dtype
 from outpace.train import checkpoint, curves, optimizers
 from outpace.train.align import moved
@@ -93,8 +93,10 @@ class LoopConfig:
             raise ValueError(f"optimizer must be {' or '.join(optimizers.KINDS)}, got {self.optimizer!r}")
         for name in _ABOVE_0:
             value = getattr(self, name)
-            if value is not None and not value > 0:
-                raise ValueError(f"{name} must be above 0, got {value}")
+            if value is not None and not 0 < value <= 1e12:
+                raise ValueError(f"{name} must be above 0 and at most 1e12, got {shown(value)}")
+        if not self.weight_decay >= 0:
+            raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
         for name in ("warmup", "last", "beta1", "beta2"):
             if not 0 <= getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")

@@ -42,16 +42,19 @@ class PipelineConfig:
 
     def __post_init__(self) -> None:
         for name in ("tokens_per_batch", "max_length"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+            if not 1 <= getattr(self, name) <= MOST:
+                raise ValueError(f"{name} must be in [1, {MOST}], got {shown(getattr(self, name))}")
+        for name in ("feature_gb", "epochs"):
+            if getattr(self, name) > MOST:
+                raise ValueError(f"{name} must be at most {MOST}, got {shown(getattr(self, name))}")
         if self.feature_gb < 0:
             raise ValueError(f"feature_gb must be at least 0, got {self.feature_gb}")
         if not 0 <= self.coverage <= 1:
             raise ValueError(f"coverage must be in [0, 1], got {self.coverage}")
         if self.epochs <= 0:
             raise ValueError(f"epochs must be above 0, got {self.epochs}")
-        if self.vocab is not None and self.vocab < 1:
-            raise ValueError(f"vocab must be at least 1, or none for all, got {self.vocab}")
+        if self.vocab is not None and not 1 <= self.vocab <= MOST:
+            raise ValueError(f"vocab must be in [1, {MOST}], or none for all, got {shown(self.vocab)}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

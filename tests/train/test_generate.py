@@ -254,7 +254,7 @@ def test_what_does_not_fit_is_refused(engine, tmp_path, whole):
         GenerateConfig(coolest=1.5)
     with pytest.raises(ValueError, match="greedy"):
         GenerateConfig(greedy=2)
-    with pytest.raises(ValueError, match="batch must be at least 1"):
+    with pytest.raises(ValueError, match=r"batch must be in \[1, 10+\], got 0"):
         GenerateConfig(batch=0)
 
 
