@@ -1,7 +1,7 @@
 """Checkpoints of training: everything that goes on from here, in one file, written in one step.
 
 A checkpoint is a safetensors file: weights and the optimizer's moments by parameter name, and in
-its header the counters, as JSON, with a digest of the tensors. Going on from it gives the same
+its header the counters, as JSON, with a digest of both. Going on from it gives the same
 bits as never having stopped.
 """
 
@@ -36,7 +36,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
     """
     folder.mkdir(parents=True, exist_ok=True)
     stored = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
-    header = {"state": json.dumps(dict(state)), "sha256": _digest(stored)}
+    said = json.dumps(dict(state))
+    header = {"state": said, "digest": _digest(stored, said)}
     path = folder / f"{_PREFIX}{step:08d}{_SUFFIX}"
     with replaced(path) as fresh:
         save_file(stored, fresh, metadata=header)
@@ -80,7 +81,9 @@ def load(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
         with safe_open(path, framework="pt") as file:
             header = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        if header["sha256"] != _digest(tensors):
+        # Older ones have a digest of the tensors alone.
+        old = "digest" not in header
+        if header["sha256" if old else "digest"] != _digest(tensors, "" if old else header["state"]):
             raise ValueError("its digest does not fit its contents")
         return tensors, parse_json(header["state"])
     except (SafetensorError, OSError, ValueError, KeyError) as error:
@@ -128,8 +131,8 @@ def restore(module: torch.nn.Module, optimizer: Optimizer, tensors: Mapping[str,
             }
 
 
-def _digest(tensors: Mapping[str, Tensor]) -> str:
-    lines = hashlib.sha256()
+def _digest(tensors: Mapping[str, Tensor], state: str) -> str:
+    lines = hashlib.sha256(state.encode())
     for name, one in sorted(tensors.items()):
         lines.update(f"{name} {one.dtype} {tuple(one.shape)}\n".encode())
         lines.update(one.reshape(-1).view(torch.uint8).numpy().tobytes())

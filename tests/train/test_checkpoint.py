@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from outpace.errors import ModelError
 from outpace.train import checkpoint
@@ -45,6 +46,20 @@ def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
     checkpoint.paths(tmp_path)[0].unlink()
     with pytest.raises(ModelError, match="delete it to begin anew"):
         checkpoint.load(path)
+
+
+def test_counters_that_were_changed_are_noticed(tmp_path):
+    path = checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {"step": 1234})
+    path.write_bytes(path.read_bytes().replace(b"1234", b"1235"))
+    with pytest.raises(ModelError, match="its digest does not fit"):
+        checkpoint.load(path)
+
+
+def test_a_checkpoint_of_before_counters_were_in_the_digest_is_read(tmp_path):
+    old = {"state": '{"step": 5}', "sha256": checkpoint._digest({"a": torch.ones(2)}, "")}
+    save_file({"a": torch.ones(2)}, tmp_path / "step-00000005.safetensors", metadata=old)
+    tensors, state = checkpoint.load(tmp_path / "step-00000005.safetensors")
+    assert state == {"step": 5} and tensors["a"].tolist() == [1, 1]
 
 
 def test_what_a_stopped_training_leaves_is_one_line(tmp_path):
