@@ -31,7 +31,7 @@ from outpace.models.base import Target
 from outpace.train.capture import KV, alike, compute, needed, passes, width_of
 from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.progress import Reporter, Say
-from outpace.train.tokens import TokenSequence
+from outpace.train.tokens import FEATURES, TokenSequence
 
 VERSION = 2
 _FORM = {
@@ -271,10 +271,10 @@ class FeatureStore:
 
 def folder_for(tokens: Path, taps: Sequence[str]) -> Path:
     """Where the features so named of a token store lie, perhaps among others."""
-    for manifest in sorted((tokens / "features").glob("*/manifest.json")):
+    for manifest in sorted((tokens / FEATURES).glob("*/manifest.json")):
         if set(taps) <= set(_taps_of(manifest.parent.name)):
             return manifest.parent
-    return tokens / "features" / _name_of(taps)
+    return tokens / FEATURES / _name_of(taps)
 
 
 def _name_of(taps: Sequence[str]) -> str:

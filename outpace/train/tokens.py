@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -28,6 +29,8 @@ from outpace.train.manifest import SHARD, read_manifest
 
 VERSION = 2
 """Of the layout; stores of another are refused."""
+FEATURES = "features"
+"""Folder in that of a store, of what was computed from its sequences."""
 HELD_OUT_SHARE = 0.03
 """Of the prompts, kept from training to measure with."""
 _FORM = {
@@ -84,6 +87,8 @@ class TokenStore:
             store.check(target, digest)
             return store
         folder.mkdir(parents=True, exist_ok=True)
+        # Of sequences that are gone; those to come will have their numbers.
+        shutil.rmtree(folder / FEATURES, ignore_errors=True)
         manifest = {
             "version": VERSION,
             "target": {"name": target, "digest": digest, "vocab_size": vocab_size},
@@ -105,7 +110,7 @@ class TokenStore:
         """
         path = folder / "manifest.json"
         try:
-            manifest = read_manifest(path, VERSION, _FORM, "generate its tokens anew")
+            manifest = read_manifest(path, VERSION, _FORM, f"delete {folder} and generate anew")
         except FileNotFoundError:
             raise RequestError(
                 f"{folder} holds no manifest.json; give a folder of generated tokens"
@@ -113,7 +118,7 @@ class TokenStore:
         for count in manifest["counts"].values():
             if type(count) is not int:
                 raise OutpaceError(
-                    f"{path} is corrupt (counts holds {shown(count)}); generate its tokens anew"
+                    f"{path} is corrupt (counts holds {shown(count)}); delete {folder} and generate anew"
                 )
         return cls(folder, manifest)
 

@@ -11,7 +11,7 @@ from outpace.models.tiny import TableTarget, tiny
 from outpace.train import features as module
 from outpace.train.capture import compute
 from outpace.train.features import FeatureStore, folder_for, size_text
-from outpace.train.tokens import TokenSequence
+from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import Feed
 
 TAPS = ("hidden.-1", "hidden.1")
@@ -176,6 +176,18 @@ def test_a_killed_process_loses_the_last_shard(target, tmp_path):
     again.of(sequences((9, 9), first=50))
     again.flush()
     assert len(again) == 7
+
+
+def test_features_of_answers_that_are_gone_are_not_those_of_others(target, tmp_path):
+    """Other answers, in a folder whose manifest of tokens was removed, have the same numbers."""
+    own = {"target": target.name, "digest": target.digest, "vocab_size": target.vocab_size, "about": {}}
+    TokenStore.create(tmp_path, **own).append(sequences((9, 9)), {})
+    kept(target, tmp_path, part=sequences((9, 9)))
+    TokenStore.create(tmp_path, **own)
+    assert len(FeatureStore(target, tmp_path, TAPS, ROOM)) == 2
+    (tmp_path / "manifest.json").unlink()
+    TokenStore.create(tmp_path, **own)
+    assert len(FeatureStore(target, tmp_path, TAPS, ROOM)) == 0
 
 
 def test_damage_is_named(target, tmp_path):
