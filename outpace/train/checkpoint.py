@@ -35,6 +35,8 @@ def save(folder: Path, step: int, tensors: Mapping[str, Tensor], state: Mapping[
         state: plain data; numbers come back as they were.
     """
     folder.mkdir(parents=True, exist_ok=True)
+    for part in folder.glob(f".{_PREFIX}*.part"):  # of a process that was killed while it wrote
+        part.unlink(missing_ok=True)
     stored = {name: one.detach().cpu().contiguous() for name, one in tensors.items()}
     said = json.dumps(dict(state))
     header = {"state": said, "digest": _digest(stored, said)}

@@ -48,6 +48,13 @@ def test_damage_is_found_and_an_older_one_named(tmp_path, harm):
         checkpoint.load(path)
 
 
+def test_what_a_killed_process_was_writing_is_removed(tmp_path):
+    (tmp_path / ".step-00000001.safetensors.99-abcd.part").write_bytes(b"half")
+    (tmp_path / "best").mkdir()
+    save(tmp_path, 2)
+    assert sorted(one.name for one in tmp_path.iterdir()) == ["best", "step-00000002.safetensors"]
+
+
 def test_counters_that_were_changed_are_noticed(tmp_path):
     path = checkpoint.save(tmp_path, 1, {"a": torch.ones(2)}, {"step": 1234})
     path.write_bytes(path.read_bytes().replace(b"1234", b"1235"))
