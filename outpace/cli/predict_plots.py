@@ -100,6 +100,9 @@ def by_rows(figure: Any, report: Report) -> bool:
     axes.set_yscale("log")
     axes.set_xticks(rows, [str(count) for count in rows])
     axes.minorticks_off()
+    # Powers of ten alone would leave an axis of one decade with a single number.
+    axes.yaxis.get_major_locator().set_params(subs=(1, 1.5, 2, 3, 5, 7))
+    axes.yaxis.set_major_formatter("{x:g}")
     axes.set_xlabel(f"rows of every sequence, {report['verify']['context']} tokens of context")
     axes.set_ylabel("milliseconds of a pass")
     axes.set_title(_title(report, "Cost of a pass"), loc="left")

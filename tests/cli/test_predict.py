@@ -7,6 +7,7 @@ from outpace.analysis.prediction import calibration
 from outpace.analysis.prediction.calibration import Timed, ops_of
 from outpace.analysis.prediction.model import read
 from outpace.analysis.roofline import Device, seconds
+from outpace.cli.predict_plots import by_rows
 from outpace.models import measured
 from tests.analysis.test_scaling import made
 
@@ -84,6 +85,19 @@ def test_pictures_are_drawn(outpace, tmp_path):
         assert (tmp_path / "o" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
         assert "prediction" in (tmp_path / "o" / f"{name}.svg").read_text(encoding="utf-8")
     assert "gate, up" in (tmp_path / "o" / "roofline.svg").read_text(encoding="utf-8")
+
+
+def test_the_times_of_a_pass_can_be_read_off(outpace):
+    from matplotlib.figure import Figure
+
+    report = json.loads(outpace(*TINY, "--device", "a100", "--json").out)
+    report["batches"] = [dict(batch=1, pass_seconds=[(2.2 + i / 10) * 1e-3 for i in range(7)])]
+    figure = Figure()
+    assert by_rows(figure, report)
+    figure.draw_without_rendering()
+    low, high = figure.axes[0].get_ylim()
+    ticks = figure.axes[0].yaxis.get_ticklabels()
+    assert "2.5" in [one.get_text() for one in ticks if low <= one.get_position()[1] <= high]
 
 
 def test_without_matplotlib_there_are_no_pictures(outpace, tmp_path, monkeypatch):
