@@ -126,6 +126,8 @@ def bench(
         raise RequestError(
             f"--max-new-tokens must be at least 2, got {max_new_tokens}; the first token belongs to prefill"
         )
+    if max_repeat is not None and max_repeat < repeat:
+        raise RequestError(f"--max-repeat must be at least --repeat, which is {repeat}, got {max_repeat}")
     if answers is not None and batch > 1:
         raise RequestError(f"--answers needs the time of every answer, got --batch {batch}; use 1")
     specs = read_drafters(drafters, plan)
@@ -159,7 +161,7 @@ def bench(
             texts,
             batch=batch,
             repeat=repeat,
-            max_repeat=max(repeat, max_repeat or 1),
+            max_repeat=max_repeat or repeat,
             need_texts=rates is not None,
             disturb=disturb,
         )

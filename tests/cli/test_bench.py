@@ -224,6 +224,7 @@ def test_the_builtin_prompts_are_the_default(outpace, monkeypatch):
         (("--batch", "0"), "--batch must be at least 1, got 0"),
         (("--repeat", "0"), "--repeat must be at least 1, got 0"),
         (("--max-repeat", "0"), "--max-repeat must be at least 1, got 0"),
+        (("--repeat", "3", "--max-repeat", "2"), "--max-repeat must be at least --repeat, which is 3, got 2"),
         (("--max-new-tokens", "1"), "--max-new-tokens must be at least 2, got 1"),
         (("--temperature", "-1"), "temperature must be a finite number of at least 0, got -1"),
         (("--seed", "-1"), "seed must be"),
