@@ -153,12 +153,14 @@ class SamplingParams:
             for text in getattr(self, name):
                 if not isinstance(text, str) or not text:
                     raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
+        for rule in (*self.processors, *((self.stop_when,) if self.stop_when is not None else ())):
+            if not callable(rule):
+                raise RequestError(f"processors and stop_when must be functions, got {rule!r}")
         for name, ids in self._id_sets():
             for token in ids:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
         for token, bias in self.logit_bias.items():
-            _check(f"logit_bias of token {token}", bias, "a finite number", lambda b: True)
-            _check(f"logit_bias of token {token}", bias, "at most 3e38 in size", lambda b: abs(b) <= 3e38)
+            _check(f"logit_bias of token {token}", bias, "a number within +-3e38", lambda b: abs(b) <= 3e38)
         if self.min_tokens > self.max_new_tokens:
             raise RequestError(
                 f"min_tokens must be at most max_new_tokens ({self.max_new_tokens}), got {self.min_tokens}"
