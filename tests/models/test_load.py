@@ -149,7 +149,7 @@ def test_a_broken_folder_is_one_clear_line(kind, backend, tmp_path):
         ("nobody/nothing", {}, "cannot get model 'nobody/nothing'"),
         ("nobody/nothing", {"backend": "hf"}, "cannot get model 'nobody/nothing'"),
         ("smollm2-135m", {"backend": "hf"}, "only the own decoder reads"),
-        ("", {}, "unknown model ''"),
+        ("", {}, "unknown model ''; known: smollm2-135m, tiny; or give a folder"),
         (7, {}, "int is no language model"),
         (torch.nn.Linear(1, 1), {}, "Linear is no language model"),
         (torch.nn.Linear(1, 1), {"backend": "own"}, "Linear is no language model"),

@@ -52,7 +52,7 @@ def test_folders_and_files(tmp_path: Path) -> None:
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UnknownNameError, match="unknown model 'smolm2'; did you mean smollm2-135m"):
         open_checkpoint("smolm2")
-    with pytest.raises(UnknownNameError, match="unknown model ''; known: smollm2-135m"):
+    with pytest.raises(UnknownNameError, match="unknown model ''; known: smollm2-135m; or give a folder"):
         open_checkpoint("")
     for name in ("./nothing", "nothing.gguf", "/no/where"):
         with pytest.raises(ModelError, match=f"no model at {name}: no such file or folder"):
