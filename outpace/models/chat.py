@@ -119,7 +119,7 @@ def render(template: "Template", messages: list[dict[str, Any]], /, **variables:
             return template.render({**given, "messages": messages})
     except TooMuch as error:
         raise RequestError(
-            f"the model's chat template is given up: {error}; give a raw prompt instead of messages"
+            f"the model's chat template is given up: {error}; shorten the messages, or give a raw prompt"
         ) from error
     except Exception as error:  # a template is foreign code and may raise anything
         raise RequestError(f"the model's chat template refuses these messages: {brief(error)}") from error

@@ -55,6 +55,12 @@ def test_a_hostile_template_is_given_up(source):
     assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
+def test_messages_that_are_too_long_are_to_be_shortened():
+    long = [{"role": "user", "content": "a " * (1 << 22)}]
+    with pytest.raises(RequestError, match="more than 8388608 characters; shorten the messages"):
+        render(compile_template("{{ 'User: ' ~ messages[0].content }}"), long)
+
+
 def test_honest_templates_write_what_they_did():
     source = (
         "{% set ns = namespace(all='') %}{% for m in messages %}{% set ns.all = ns.all ~ m.role ~ ':' %}"
