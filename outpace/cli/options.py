@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 
 from outpace.cli import interrupts, show
+from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.errors import RequestError
 from outpace.files import check_writable
 from outpace.params import SamplingParams
@@ -265,6 +266,19 @@ class AutoOptions(TrainedOptions):
         metavar="M",
         shown="none",
     )
+
+    def load(self, **settings: Any) -> Engine:
+        """As ``ModelOptions.load``. A draft model beside a drafter that does not use it is refused.
+
+        Commands that compare drafters load with the drafter `none`, and name others later.
+        """
+        spec = settings.get("drafter") or DEFAULT_DRAFTER
+        if self.draft_model is not None and MethodSpec.parse(spec).name not in ("none", DEFAULT_DRAFTER):
+            raise RequestError(
+                f"--draft-model is for {DEFAULT_DRAFTER}, got --drafter {spec:.80}; leave one of the "
+                f"two out, or give --drafter 'draft_model[model={self.draft_model:.80}]'"
+            )
+        return ModelOptions.load(self, **settings)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

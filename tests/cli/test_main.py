@@ -280,6 +280,10 @@ def bad_files(tmp_path, monkeypatch):
         (["generate", *TINY, "--drafter", "prompt_lookup[max=1]", "a"], "known: max_ngram"),
         (["generate", *TINY, "--drafter", "draft_model[", "a"], "cannot read method spec"),
         (["generate", *TINY, "--device", "toaster", "a"], "toaster"),
+        (
+            ["generate", *TINY, "--draft-model", "tiny", "-d", "suffix", "a"],
+            "--draft-model is for auto, got --drafter suffix; leave one of the two out",
+        ),
         (["generate", "--model", "smollm2-135n", "a"], "did you mean smollm2-135m"),
         (["generate", "--model", "./nowhere", "a"], "no model at ./nowhere"),
         (["generate", "--model", "junk.gguf", "a"], "junk.gguf"),
