@@ -125,7 +125,7 @@ class Batches:
         if len(self._rows) == 0:
             raise RequestError(
                 f"{store.folder} holds no sequence of the {split.replace('_', '-')} split whose answer "
-                f"begins before token {limit}; generate more tokens"
+                f"begins before token {limit}; give more prompts, or more --tokens"
             )
         self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
         self.seed, self.taps, self.features = seed, tuple(taps), features

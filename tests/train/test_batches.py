@@ -54,6 +54,12 @@ def test_an_epoch_holds_every_sequence_of_its_split_once(store):
     assert 0 < len(contents(held)) < 0.1 * len(store)
 
 
+def test_a_split_without_sequences_asks_for_more_prompts(tmp_path):
+    empty = TokenStore.create(tmp_path / "store", target="t", digest="d", vocab_size=90, about={})
+    with pytest.raises(RequestError, match=r"no sequence of the held-out split .* give more prompts"):
+        Batches(empty, 400, split="held_out")
+
+
 @pytest.mark.parametrize("settings", ({"max_length": 12}, {"tokens_per_batch": 12}))
 def test_texts_that_are_cut_before_their_answers_are_left_out(store, settings):
     batches = Batches(store, **{"tokens_per_batch": 400, **settings})
