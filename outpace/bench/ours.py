@@ -53,7 +53,7 @@ class Ours:
         Every setting of sampling but the temperature is neutral, whatever the model recommends:
         all contenders have to draw from the same distribution.
         """
-        watch = Watch()
+        watch = Watch(len(unit))
         with self.engine.listening(watch), _peak(self.engine.target.device) as peak:
             began = watch.last = time.perf_counter()
             results = self._answer(unit, settings)
@@ -66,6 +66,8 @@ class Ours:
             draft_levels=watch.draft_levels,
             stalled_seconds=watch.stalled(),
             peak_memory_bytes=peak[0] if peak else None,
+            full_tokens=watch.full_tokens,
+            full_seconds=watch.full_seconds,
         )
 
     def _answer(self, unit: tuple[Case, ...], settings: Settings) -> list[Result]:
@@ -102,9 +104,15 @@ class Ours:
 
 
 class Watch:
-    """Listens to the steps of one run: when the last one ended, and where the time of decoding went."""
+    """Listens to the steps of one run: when the last one ended, and where the time of decoding went.
 
-    def __init__(self) -> None:
+    Args:
+        count: sequences of the run.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self._count = count
+        self.full_tokens, self.full_seconds = 0, 0.0
         self.last = time.perf_counter()
         self.draft_levels = 0
         self.verbs: dict[str, float] = {}
@@ -120,6 +128,9 @@ class Watch:
         if record.prompt:
             return
         self.steps.append(self.last - before)
+        if len(record.rows) == self._count and all(row.emitted for row in record.rows):
+            self.full_tokens += sum(len(row.emitted) for row in record.rows)
+            self.full_seconds += self.last - before
         inside = record.pass_seconds
         draft, score = inside.get("draft", 0.0), inside.get("score", 0.0)
         caught_up = inside.get("commit", 0.0)  # a drafter's model reads what was emitted

@@ -58,6 +58,10 @@ class Run:
     stalled_seconds: float = 0.0
     """Of decoding, beyond STALL times the median step: something else had the machine. 0 for a peer."""
     peak_memory_bytes: int | None = None
+    full_tokens: int = 0
+    """Of decoding, until the first case of a batch ended; 0 for a peer."""
+    full_seconds: float = 0.0
+    """Likewise."""
 
     @property
     def decode_tokens(self) -> int:

@@ -162,7 +162,11 @@ def figures(
     speedup, bound = stats.mean(by_unit), stats.mean(_emitted(runs.values()))
     if refused := speedup is not None and stats.impossible(speedup, bound):
         by_unit, by_round, ratios = [], {}, []
-    whole = [sum(rounds) / len(rounds) for rounds in stats.paired_ratios(runs, plain, end_to_end=True)]
+    whole, full = (
+        [sum(rounds) / len(rounds) for rounds in stats.paired_ratios(runs, plain, rate)]
+        for rate in (stats.end_to_end_rate, stats.full_rate)
+    )
+    batched = any(len(run.tokens) > 1 for run in first)
     counted = [one for run in first for one in run.counters]
     sums = stats.add_up(counted) if counted else None
     seconds = sum(run.seconds for run in runs.values())
@@ -184,6 +188,7 @@ def figures(
         "repeat_interval": _plain(stats.repeat_interval(ratios)),
         "repeat_speedups": _by_round(ratios),
         "end_to_end_speedup": None if refused else stats.mean(whole),
+        "full_batch_speedup": stats.mean(full) if batched and not refused else None,
         "mean_emitted": None if sums is None else sums.mean_emitted,
         "acceptance_rate": None if sums is None else sums.acceptance_rate,
         "acceptance_by_depth": None if sums is None else stats.acceptance_by_depth(sums),

@@ -9,7 +9,7 @@ Shape letters: U units, P prompts, N tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ _LEVEL = (2.5, 97.5)  # percentiles: a 95 % interval
 Key = tuple[int, int]
 """Which run of a contender: (unit, round)."""
 Interval = tuple[float, float]
+Rate = Callable[[Run], float]
 
 
 def decode_rate(run: Run) -> float:
@@ -43,18 +44,23 @@ def end_to_end_rate(run: Run) -> float:
     return sum(map(len, run.tokens)) / run.seconds if run.seconds > 0 else math.nan
 
 
+def full_rate(run: Run) -> float:
+    """Tokens per second of decoding while no sequence of a batch had ended."""
+    return run.full_tokens / run.full_seconds if run.full_seconds > 0 else math.nan
+
+
 def paired_ratios(
-    runs: Mapping[Key, Run], plain: Mapping[Key, Run], *, end_to_end: bool = False
+    runs: Mapping[Key, Run], plain: Mapping[Key, Run], rate: Rate = decode_rate
 ) -> list[list[float]]:
     """Speed over plain speed, per unit (in order of units) and round.
 
     As ``unit_ratios``, without the units' numbers.
     """
-    return list(unit_ratios(runs, plain, end_to_end=end_to_end).values())
+    return list(unit_ratios(runs, plain, rate).values())
 
 
 def unit_ratios(
-    runs: Mapping[Key, Run], plain: Mapping[Key, Run], *, end_to_end: bool = False
+    runs: Mapping[Key, Run], plain: Mapping[Key, Run], rate: Rate = decode_rate
 ) -> dict[int, list[float]]:
     """Speed over plain speed: unit, in order -> a ratio per round.
 
@@ -64,7 +70,6 @@ def unit_ratios(
     Raises:
         RequestError: a run without a plain one of the same unit and round.
     """
-    rate = end_to_end_rate if end_to_end else decode_rate
     ratios: dict[int, list[float]] = {}
     for key in sorted(runs):
         if key not in plain:

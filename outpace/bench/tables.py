@@ -78,6 +78,8 @@ def _main(rows: Sequence[Figures]) -> Table:
         ("acceptance", lambda row: share(row["acceptance_rate"])),
         ("equal to none", lambda row: share(row["equal_to_none"])),
     ]
+    if any(row["full_batch_speedup"] is not None for row in rows):
+        columns.insert(5, ("batch full", lambda row: number(row["full_batch_speedup"])))
     title = "Speed-up over none: ratio of decode tokens per second, unit by unit, then the mean"
     return _listed(title, rows, columns)
 

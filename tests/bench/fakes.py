@@ -51,6 +51,8 @@ class Fake:
             if self.kind == "peer"
             else tuple(Counters(new_tokens=count, passes=passes) for _ in unit),
             verb_seconds={} if self.kind == "peer" else {"score_pass": decode / 2},
+            full_tokens=0 if self.kind == "peer" else 10 * len(unit),
+            full_seconds=0.0 if self.kind == "peer" else 5 * pace,
         )
 
     def close(self):

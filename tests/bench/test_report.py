@@ -66,6 +66,16 @@ def test_speedups_are_means_of_ratios_of_decoding(report):
     assert report["noise_floor"]["speedup"] == 1.0
 
 
+def test_full_batches_have_a_speedup_of_their_own(report):
+    assert [row["full_batch_speedup"] for row in report["rows"]] == [None] * 5
+    assert "batch full" not in tables.tables(report)[0].columns
+    together = built(Fake("none"), Fake("fast", uneven), Fake("hf", kind="peer"), batch=2)
+    assert [row["full_batch_speedup"] for row in together["rows"]] == [1.0, 1.5, None]
+    main = tables.tables(together)[0]
+    place = main.columns.index("batch full")
+    assert [line[place] for line in main.rows] == ["1.00", "1.50", "-"]
+
+
 def test_loops_are_left_out_on_the_side(report):
     fast = row(report, "fast")
     assert fast["without_loops"]["speedup"] == pytest.approx((2 + 4 + 1) / 3)

@@ -190,6 +190,8 @@ def test_a_run_is_what_generate_gives(engine, spec, settings):
         )
         assert tokens == alone.tokens and counters == alone.counters
     assert run.decode_tokens == 2 * 23
+    assert 23 < run.full_tokens <= run.decode_tokens
+    assert 0 < run.full_seconds <= run.decode_seconds
     assert 0 < run.prefill_seconds < run.seconds
     assert 0 < sum(run.verb_seconds.values()) <= run.decode_seconds
     assert set(run.verb_seconds) == set(VERBS) - {"other"}

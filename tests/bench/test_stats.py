@@ -70,8 +70,12 @@ def test_ratios_are_those_of_decoding_and_paired():
     plain = {(0, 0): run(10.0), (0, 1): run(20.0), (1, 0): run(10.0)}
     fast = {(0, 0): run(5.0), (0, 1): run(5.0), (1, 0): run(10.0, prefill=9.0)}
     assert stats.paired_ratios(fast, plain) == [[2.0, 4.0], [1.0]]
-    whole = stats.paired_ratios(fast, plain, end_to_end=True)
+    whole = stats.paired_ratios(fast, plain, stats.end_to_end_rate)
     assert whole == [pytest.approx([11 / 6, 21 / 6]), pytest.approx([11 / 19])]
+    full = {key: replace(one, full_tokens=6, full_seconds=2.0) for key, one in fast.items()}
+    slow = {key: replace(one, full_tokens=8, full_seconds=8.0) for key, one in plain.items()}
+    assert stats.paired_ratios(full, slow, stats.full_rate) == [[3.0, 3.0], [3.0]]
+    assert stats.paired_ratios(fast, slow, stats.full_rate) == []
     with pytest.raises(RequestError, match="unit 1 has no plain run in round 2"):
         stats.paired_ratios({(1, 2): run(1.0)}, plain)
 
