@@ -157,7 +157,7 @@ def test_every_branch_of_a_tree_has_its_own_product(shape):
 def emitted_law(verifier, world, asked, after=lambda draft: draft):
     """The exact law of one step whose draft ends by estimates; ``after`` is planted."""
     law = defaultdict(float)
-    warp = SimpleNamespace(law=lambda logits, path, ids: world.q(tuple(path)))
+    warp = SimpleNamespace(guess=lambda logits, path, ids: world.q(tuple(path)))
 
     def blank(branches):
         return torch.zeros(sum(len(b.nodes) for b in branches), world.vocab), None
