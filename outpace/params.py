@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from outpace.errors import RequestError
+from outpace.errors import RequestError, shown
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -155,7 +155,9 @@ class SamplingParams:
                     raise RequestError(f"{name} must hold non-empty strings, got {text!r}")
         for rule in (*self.processors, *((self.stop_when,) if self.stop_when is not None else ())):
             if not callable(rule):
-                raise RequestError(f"processors and stop_when must be functions, got {rule!r}")
+                raise RequestError(f"processors and stop_when must be functions, got {shown(rule)}")
+        if self.grammar is not None and not hasattr(self.grammar, "begin"):
+            raise RequestError(f"grammar must be compiled, an object with begin(), got {shown(self.grammar)}")
         for name, ids in self._id_sets():
             for token in ids:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)

@@ -358,6 +358,7 @@ def test_greedy_is_the_argmax_after_all_processors():
         ({"logit_bias": {"4": 1.0}}, "logit_bias .* got '4'"),
         ({"processors": 3}, "processors must be a list of functions, got 3"),
         ({"processors": [None]}, "processors and stop_when must be functions, got None"),
+        ({"grammar": "a|b"}, "grammar must be compiled, an object with begin(), got 'a|b'"),
         ({"stop_when": 3}, "processors and stop_when must be functions, got 3"),
         ({"allowed_tokens": ()}, "allowed_tokens is empty"),
         ({"allowed_tokens": {4}, "banned_tokens": {4}}, "banned_tokens holds all 1 allowed"),

@@ -367,7 +367,7 @@ def _show_made(made: Made, measured: dict[str, Any]) -> None:
         )
     if measured["speedup"] is not None:
         show.write(
-            f"measured on {measured['prompts']} held-out prompts: speed-up "
+            f"measured on held-out prompts ({measured['prompts']}): speed-up "
             f"{measured['speedup']:.2f}, mean emitted {measured['mean_emitted']:.2f}\n"
         )
     else:

@@ -80,6 +80,8 @@ def load_target(
     if not isinstance(model, (str, Path)):
         return _in_memory(model, wanted, place, backend, tokenizer, quantize)
     place = place or torch.device("cpu")
+    if place.type == "meta":
+        raise ModelError("device 'meta' computes nothing; give cpu, cuda, cuda:1 or auto")
     return _by_name(str(model), wanted, place, backend, quantize)
 
 
@@ -151,7 +153,9 @@ def _device(device: str | torch.device | None) -> torch.device | None:
         place = torch.device(device)
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:
-        raise ModelError(f"device {str(device)!r} cannot be used: {brief(error)}") from error
+        raise ModelError(
+            f"device {str(device)!r} cannot be used; give cpu, cuda, cuda:1 or auto ({brief(error)})"
+        ) from error
     return place
 
 

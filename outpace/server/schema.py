@@ -353,7 +353,7 @@ class CompletionBody(Generation):
     echo: bool = False
     """Put the prompt before the answer; with ``logprobs``, its log-probabilities too."""
     best_of: Count | None = None
-    """Only the value of ``n``: answers are not ranked."""
+    """1 alone: answers are not ranked."""
     suffix: None = None
     """Not supported."""
 
