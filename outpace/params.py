@@ -156,8 +156,6 @@ class SamplingParams:
         for rule in (*self.processors, *((self.stop_when,) if self.stop_when is not None else ())):
             if not callable(rule):
                 raise RequestError(f"processors and stop_when must be functions, got {shown(rule)}")
-        if self.grammar is not None and not hasattr(self.grammar, "begin"):
-            raise RequestError(f"grammar must be compiled, an object with begin(), got {shown(self.grammar)}")
         for name, ids in self._id_sets():
             for token in ids:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
@@ -170,6 +168,8 @@ class SamplingParams:
         for name in ("min_tokens", "ignore_eos", "allowed_tokens"):
             if self.grammar is not None and getattr(self, name):
                 raise RequestError(f"{name} and grammar exclude each other; drop one of the two")
+        if self.grammar is not None and not hasattr(self.grammar, "begin"):
+            raise RequestError(f"grammar must be compiled, an object with begin(), got {shown(self.grammar)}")
         if self.allowed_tokens is not None and not self.allowed_tokens:
             raise RequestError("allowed_tokens is empty; name a token, or give None for all")
         if self.allowed_tokens is not None and self.allowed_tokens <= self.banned_tokens:
