@@ -234,17 +234,17 @@ def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outc
     """Tell the policy what became of its plans."""
     had = {i: view for i in outcomes if (view := parts[i].view) is not None}
     if had:
-        machine.policy.learn([*had.values()], [_evidence(outcomes[i], parts[i].row.warp.ruled) for i in had])
+        machine.policy.learn([*had.values()], [_evidence(outcomes[i]) for i in had])
 
 
 def _context(rows: Sequence[StepSequence]) -> int:
     return max((len(row.tokens) for row in rows), default=0)
 
 
-def _evidence(outcome: Outcome, ruled: bool) -> Evidence:
+def _evidence(outcome: Outcome) -> Evidence:
     depth, verdict = max(outcome.draft.depth_N, default=0), outcome.verdict
     kept, censored = len(verdict.kept), verdict.censored
-    return Evidence(outcome.drafter, len(outcome.draft), depth, kept, censored, ruled)
+    return Evidence(outcome.drafter, len(outcome.draft), depth, kept, censored)
 
 
 def _report(
@@ -256,7 +256,7 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen, emitted = parts[i], _evidence(outcome, False), outcome.verdict.emitted
+        part, seen, emitted = parts[i], _evidence(outcome), outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     record = StepRecord(

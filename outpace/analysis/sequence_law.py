@@ -107,7 +107,7 @@ class MoodyDrafter(ExpandingDrafter[Mood]):
 class WaryPolicy(Policy):
     """After a draft that was refused at once it asks for one level, otherwise for all."""
 
-    def begin(self, key: str = "", greedy: bool = True) -> list[int]:
+    def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> list[int]:
         return [1]
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:

@@ -380,7 +380,7 @@ class Engine:
             setup=Setup(
                 drafter=method.spec,
                 verifier=verifier,
-                policy_state=method.policy.begin(request.key, warp.greedy),
+                policy_state=method.policy.begin(request.key, warp.greedy, warp.ruled),
                 lossless=method.lossless(verifier),
                 members=method.begin(request, warp.ruled, verifier),  # the last that may fail
             ),

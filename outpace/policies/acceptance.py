@@ -1,12 +1,13 @@
 """How much of a draft is kept: stated chances, corrected by what they were worth lately.
 
 Every guess has a stated chance. A lookup tells it beforehand; of other drafters it is a constant. What
-was kept is compared with what was stated, over all texts and over the text at hand:
+was kept is compared with what was stated, over all texts and then over the text at hand:
 
-    chance = stated * (kept + w) / (stated + w) of all texts * (kept + w) / (expected + w) of this one
+    all    = (kept + w) / (stated + w)                  of all texts
+    chance = stated * (kept + w * all) / (stated + w)   of this one
 
 Over all texts each level of a tree of each width counts by itself, and at first like the same level of other
-trees. Of one text there is too little for that: one factor serves a drafter.
+trees. Of one text there is too little for that: all levels of a drafter share one correction.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ class State:
     pools: dict[str, Pool]
     """Drafter -> what texts of its kind taught."""
     here: dict[str, Ratio] = field(default_factory=dict)
-    """Drafter -> what is kept, over what is expected by all texts."""
+    """Drafter -> what is kept, over what was stated."""
     asked: Offer | None = None
     quiet: int = 0
     """Plans in a row that led to no draft, up to a limit. It is planned for in one of 2**quiet steps."""
@@ -74,16 +74,17 @@ class Auto(Policy):
     def __init__(self, config: Any, tuning: Tuning = TUNING) -> None:
         super().__init__(config)
         self.tuning, self.costs = tuning, Costs(tuning=tuning)
-        self._pools: dict[tuple[str, bool], dict[str, Pool]] = {}  # by key, and whether it is greedy
+        self._pools: dict[tuple[str, bool, bool], dict[str, Pool]] = {}  # by what ``begin`` was told
         self._tick = self._guesses = 0  # steps, and guesses of the last one
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
         self._told: set[str] = set()  # drafters that preview
         self._prices: dict[tuple[int, ...], tuple[int, Prices]] = {}  # with the step until which they hold
 
-    def begin(self, key: str = "", greedy: bool = True) -> State:
+    def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> State:
         """Nothing is known of the sequence but what others of its kind taught."""
-        pools = self._pools[key, greedy] = self._pools.pop((key, greedy), {})
+        kind = key, greedy, ruled
+        pools = self._pools[kind] = self._pools.pop(kind, {})
         if len(self._pools) > _KEPT:
             del self._pools[next(iter(self._pools))]
         return State(pools)
@@ -230,16 +231,15 @@ class Auto(Policy):
             for level in range(seen.accepted + refused):
                 guesses.append((level < seen.accepted, self.tuning.hope, (KEPT, level, offer.width)))
         for kept, stated, kind in guesses:
-            here.add(kept, stated * pool.ratio(*kind), self.tuning.text)
-            if not seen.ruled:
-                pool.add(kept, stated, *kind)
+            here.add(kept, stated * pool.ratio(*kind) / pool.ratio(KEPT), self.tuning.text)
+            pool.add(kept, stated, *kind)
 
     def learned(self) -> dict[str, Any]:
         """What is known of drafters over all texts without a key; numbers alone, and no text."""
         return {
             "greedy" if greedy else "drawn": {name: pool.to_json() for name, pool in pools.items()}
-            for (key, greedy), pools in self._pools.items()
-            if pools and not key
+            for (key, greedy, ruled), pools in self._pools.items()
+            if pools and not key and not ruled
         }
 
     def recall(self, learned: Any) -> None:
@@ -247,7 +247,7 @@ class Auto(Policy):
         for kind in ("greedy", "drawn") if isinstance(learned, dict) else ():
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError, OverflowError):
                 found = {name: Pool.from_json(one, self.tuning) for name, one in learned[kind].items()}
-                pools = self._pools.setdefault(("", kind == "greedy"), {})
+                pools = self._pools.setdefault(("", kind == "greedy", False), {})
                 pools |= {**found, **pools}
 
     def _pool(self, state: State, name: str) -> Pool:
@@ -258,5 +258,6 @@ class Auto(Policy):
         return pool
 
     def _here(self, state: State, name: str) -> float:
-        one, doubt = state.here.get(name), self.tuning.doubt
-        return 1.0 if one is None else (one.kept + doubt) / (one.expected + doubt)
+        """What chances by all texts are worth for this one; all of them count as a few guesses of it."""
+        one, all_texts, doubt = state.here.get(name), self._pool(state, name).ratio(KEPT), self.tuning.doubt
+        return 1.0 if one is None else (one.kept / all_texts + doubt) / (one.expected + doubt)

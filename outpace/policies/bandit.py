@@ -67,7 +67,7 @@ class Bandit(Policy):
     config: BanditConfig
     deterministic = False
 
-    def begin(self, key: str = "", greedy: bool = True) -> _State:
+    def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> _State:
         """No evidence."""
         return _State()
 

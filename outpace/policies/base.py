@@ -41,8 +41,6 @@ class Evidence:
     accepted: int
     censored: bool
     """A stop cut the text: acceptance beyond ``accepted`` is unknown."""
-    ruled: bool = False
-    """Rules of the request said what may follow, so that it tells little of other texts."""
 
 
 class Policy(ABC):
@@ -64,12 +62,13 @@ class Policy(ABC):
         self.costs = Costs()
         """What passes and drafts cost. The engine puts its own in and keeps it up to date."""
 
-    def begin(self, key: str = "", greedy: bool = True) -> Any:
+    def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> Any:
         """State of a new sequence; None where the policy keeps none.
 
         Args:
             key: whose it is. What sequences of a key teach serves those of the same key alone.
             greedy: whether its temperature is 0.
+            ruled: whether rules of the request say what may follow, so that it tells little of other texts.
         """
         return None
 

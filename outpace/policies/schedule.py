@@ -47,7 +47,7 @@ class Schedule(Policy):
     Config = ScheduleConfig
     config: ScheduleConfig
 
-    def begin(self, key: str = "", greedy: bool = True) -> _Depth:
+    def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> _Depth:
         """The depth to start with."""
         return _Depth(self.config.start)
 

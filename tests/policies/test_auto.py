@@ -5,7 +5,8 @@ import pytest
 from outpace.drafters.trained import read_acceptance
 from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
-from outpace.policies.base import PolicyRow
+from outpace.policies.base import Evidence, PolicyRow
+from outpace.policies.offers import Offer
 from outpace.policies.tuning import Tuning
 from outpace.types import NOTHING, Budget, KnownDrafter, Load
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
@@ -113,6 +114,32 @@ def test_it_follows_the_text(case):
 
 def test_the_change_test_can_fail():
     assert after_change(CHANGES["one begins to pay"], Deaf) < 0.75
+
+
+def taught(policy, state, kept, drafter="m"):
+    """Has a policy see what became of drafts of one guess."""
+    row = PolicyRow(state, {drafter: Budget(1, 1)}, Budget(9, 9), None)
+    for hit in kept:
+        state.asked = Offer(0.0, drafter, 1, 1, 0.6, 1.0)
+        policy.learn([row], [Evidence(drafter, 1, 1, hit, False)])
+
+
+def test_what_a_first_text_teaches_counts_once():
+    policy = Auto(AutoConfig())
+    state = policy.begin()
+    taught(policy, state, [n % 3 == 0 for n in range(30)])
+    assert policy._here(state, "m") == pytest.approx(1.0, abs=0.07)
+    other = policy.begin()
+    taught(policy, other, [True] * 30)
+    assert policy._here(other, "m") > 1.2
+
+
+def test_texts_under_rules_teach_only_each_other():
+    policy = Auto(AutoConfig())
+    taught(policy, policy.begin(ruled=True), [True] * 30)
+    assert policy.learned() == {}
+    ratio = [policy._pool(policy.begin(ruled=ruled), "m").ratio(KEPT) for ruled in (False, True)]
+    assert ratio[0] == 1.0 < ratio[1]
 
 
 class Boaster(Fake):
