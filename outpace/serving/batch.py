@@ -163,7 +163,9 @@ class Batch:
         ids, key, store = answer.tokens, answer.request.key, self.memory.store
         if not reading or not store.most or answer.request.prompt_logprobs is not None:
             return False
-        same = max((shared_prefix(row.tokens, ids) for row in reading if row.request.key == key), default=0)
+        source_of = self.engine.target.source_of
+        alike = (row for row in reading if row.request.key == key and source_of(row.tokens) == source_of(ids))
+        same = max((shared_prefix(row.tokens, ids) for row in alike), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
 
     def drop_cancelled(self) -> None:

@@ -12,7 +12,7 @@ Where the size of a page is not known, slots take what they need, and only store
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +51,7 @@ class Memory:
         pages: limit of everything together; None: a share of what is free on the device now.
         stored: most pages kept for prompts that begin alike; None: some 512 MB; 0: none.
         tail: rows that a pass may add to a slot beyond the pending one.
+        source_of: see `PrefixStore`.
 
     Raises:
         RequestError: too few pages, or a cache that cannot be limited.
@@ -65,6 +66,7 @@ class Memory:
         stored: int | None = None,
         tail: int = 64,
         device: torch.device | None = None,
+        source_of: Callable[[Sequence[int]], Hashable] = lambda ids: None,
     ) -> None:
         if pages is not None and not cache.copies:
             raise RequestError(f"pages={pages}: the cache of this model cannot be limited; leave pages out")
@@ -76,7 +78,7 @@ class Memory:
         if stored is None:
             stored = STORE_BYTES // cache.page_bytes if cache.page_bytes else STORE_PAGES
         self.cache, self.pages, self._tail = cache, pages, tail + 1
-        self.store = PrefixStore(cache, stored if pages is None else min(stored, pages))
+        self.store = PrefixStore(cache, stored if pages is None else min(stored, pages), source_of)
         if pages is not None and pages < self._needs(1):
             raise RequestError(f"pages must be at least {self._needs(1)}, got {pages}")
         if pages is not None and self._allocated > pages:

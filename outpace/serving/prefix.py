@@ -13,7 +13,7 @@ what is shared, stored and counted; slots stay contiguous.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,10 +39,15 @@ class PrefixStore:
 
     Args:
         most: pages to keep; 0 keeps none.
+        source_of: what an encoder reads of a text. It reads it whole, so pages of one source hold
+            nothing of another, however alike the two begin.
     """
 
-    def __init__(self, cache: KVCache, most: int) -> None:
+    def __init__(
+        self, cache: KVCache, most: int, source_of: Callable[[Sequence[int]], Hashable] = lambda ids: None
+    ) -> None:
         self._cache, self.most = cache, most if cache.copies else 0
+        self._source_of = source_of
         self._pages: dict[_Place, _Page] = {}
         self._clock = 0
 
@@ -75,12 +80,12 @@ class PrefixStore:
         if not self.most:
             return
         ids = self._cache.slot(slot).ids
-        path = self._walk(key, ids)
+        root, path = self._root(key, ids), self._walk(key, ids)
         for start in range(PAGE * len(path), len(ids) - PAGE + 1, PAGE):
             if len(self._pages) >= self.most and not self._evict(path):
                 return
             parent = path[-1] if path else None
-            place = (key if parent is None else id(parent), tuple(ids[start : start + PAGE]))
+            place = (root if parent is None else id(parent), tuple(ids[start : start + PAGE]))
             content = self._cache.copy(slot, start, start + PAGE)
             path.append(_Page(place, parent, content, self._clock))
             self._pages[place] = path[-1]
@@ -96,7 +101,7 @@ class PrefixStore:
         """The longest chain of pages that a text begins with; they count as used now."""
         self._clock += 1
         path: list[_Page] = []
-        name: Hashable = key
+        name = self._root(key, ids)
         for start in range(0, len(ids) - PAGE + 1, PAGE):
             page = self._pages.get((name, tuple(ids[start : start + PAGE])))
             if page is None:
@@ -105,6 +110,9 @@ class PrefixStore:
             path.append(page)
             name = id(page)
         return path
+
+    def _root(self, key: str, ids: Sequence[int]) -> Hashable:
+        return key, self._source_of(ids)
 
     def _evict(self, path: Sequence[_Page]) -> bool:
         """Forget a page without children that is not on ``path``; False if there is none."""

@@ -103,6 +103,7 @@ class Service:
             stored=stored_pages,
             tail=max(TAIL, tail),
             device=engine.target.device,
+            source_of=engine.target.source_of,
         )
         if learner is not None:
             self._learning = Learning(learner, self._methods, learn_share)

@@ -11,8 +11,10 @@ from tests.models.making import seq2seq
 from tests.serving.test_service import ask
 
 LONG = [(7 * i) % 40 + 3 for i in range(150)]
-SOURCES = [LONG, LONG, [*LONG[:140], 60, 61], LONG[:70], [*LONG[:128], 62]]
-"""They share whole pages of a prefix cache, and two are the same."""
+PAGES = [*LONG[:64], *LONG[:63]]
+"""A source that fills two pages with the mark of its end."""
+SOURCES = [LONG, LONG, [*LONG[:140], 60, 61], LONG[:70], LONG[:127], PAGES, PAGES]
+"""They share whole pages of a prefix cache, and some are the same."""
 SETTINGS = {"max_new_tokens": 12, "temperature": 1.0, "seed": 5, "ignore_eos": True}
 
 
@@ -25,7 +27,7 @@ def test_sources_that_begin_alike_are_read_each_by_itself():
         for source, tokens in zip(SOURCES, alone, strict=True):
             heard = ask(service, source, **SETTINGS).wait()
             assert heard.result.tokens == tokens
-        assert heard.result.cached_tokens == 128, "pages of the prefix cache were used"
+        assert heard.result.cached_tokens == 128, "pages of the same source were used"
 
 
 def test_tokens_of_a_source_have_no_probabilities():
