@@ -425,3 +425,9 @@ def test_rows_are_bit_equal_however_they_are_fed(tmp_path, monkeypatch, dtype, c
             assert torch.equal(whole, ones), (base, len(chain))
             got = tree.logits_TV[[0, *(i + 1 for i in draft.path(node))]]
             assert torch.equal(got, ones), (base, node)
+
+
+@pytest.mark.parametrize("width", [6, 8, 10, 12])
+def test_heads_whose_products_tell_rows_apart_promise_nothing(tmp_path, width):
+    _, target = made(tmp_path, "llama", head_dim=width, num_hidden_layers=1)
+    assert target.equal_rows == (width in (8, 12))
