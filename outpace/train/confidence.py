@@ -1,6 +1,7 @@
 """How a head learns whether a draw from a drafter's distribution is kept.
 
-Shape letters: R rows, C those that teach, I their width, D draft vocabulary, N distributions.
+Shape letters: R rows, T those that teach, I their width, N distributions, C those of them that teach, D draft
+vocabulary, H hidden size.
 """
 
 from __future__ import annotations
@@ -10,26 +11,38 @@ from collections.abc import Callable
 from torch import Tensor
 from torch.nn import functional as F
 
-from outpace.train.objective import guesses
+from outpace.law import VocabMap
+from outpace.models.base import Target
+from outpace.train.objective import guesses, whole_laws
 
 SHARE = 4
-"""One row of so many teaches, since the head has few weights and each row costs one of the unembedding."""
+"""One distribution of so many teaches, since the head has few weights and each costs a row of a whole
+unembedding."""
+
+
+def judging_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float) -> Tensor:
+    """What a draw is judged by, of the distributions that teach: p over the draft vocabulary, float32 [C, D].
+
+    It is not normed there: what the target holds outside of it refuses draws.
+    """
+    return whole_laws(target, vocab, last_NH[::SHARE], temperature)[0]
 
 
 def confidence_loss(
-    head: Callable[[Tensor], Tensor], state_RI: Tensor, unembed_DI: Tensor, p_ND: Tensor, row_R: Tensor
+    head: Callable[[Tensor], Tensor], state_RI: Tensor, unembed_DI: Tensor, p_CD: Tensor, row_R: Tensor
 ) -> Tensor:
-    """Cross-entropy to the chance that a draw is kept, 1 - |p - q|_1 / 2, as a sum over all rows.
+    """Cross-entropy to the chance that a draw is kept, sum min(p, q), as a sum over all rows.
 
     Guesses learn nothing from it.
 
     Args:
-        head: gives a logit [C, 1] for states [C, I].
+        head: gives a logit [T, 1] for states [T, I].
         state_RI: what q is computed from, by ``unembed_DI``.
-        p_ND: the target's distributions.
-        row_R: which of them belongs to each row.
+        p_CD: from ``judging_laws``.
+        row_R: which of all N distributions belongs to each row.
     """
-    some_CI = state_RI[::SHARE].detach()
-    kept_C = guesses(some_CI, unembed_DI, None, p_ND, row_R[::SHARE])[1]
-    said_C = head(some_CI).squeeze(-1).float()
-    return SHARE * F.binary_cross_entropy_with_logits(said_C, kept_C.clamp(0, 1), reduction="sum")
+    teaches_R = row_R % SHARE == 0
+    some_TI = state_RI[teaches_R].detach()
+    kept_T = guesses(some_TI, unembed_DI, None, p_CD, row_R[teaches_R] // SHARE)[1]
+    said_T = head(some_TI).squeeze(-1).float()
+    return SHARE * F.binary_cross_entropy_with_logits(said_T, kept_T.clamp(0, 1), reduction="sum")

@@ -159,12 +159,13 @@ class Objective(ABC):
         labels = [draft_ids(aligned.token(place), self.vocab) for place in places]
         keeps = [aligned.teaches(place) & (label >= 0) for place, label in zip(places, labels, strict=True)]
         rows = [aligned.law(place)[keep_BA] for place, keep_BA in zip(places, keeps, strict=True)]
-        p_ND, losses, counts = None, [], []
+        p_ND, whole_CD, losses, counts = None, None, [], []
         if self.config.loss != "ce":
             used_N, row_R = torch.unique(torch.cat(rows), return_inverse=True)
             rows = list(torch.split(row_R, [len(one) for one in rows]))
             last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
             p_ND = target_laws(self.target, self.vocab, last_NH, self.config.temperature)
+            whole_CD = self.beside_laws(last_NH)
         for state_BAH, label_BA, keep_BA, row_R in zip(states, labels, keeps, rows, strict=True):
             weight_R = None if begins_BA is None else torch.where(begins_BA[keep_BA], refused, 1.0)
             losses.append(
@@ -177,15 +178,25 @@ class Objective(ABC):
                     label_R=label_BA[keep_BA],
                     weight_R=weight_R,
                 )
-                + self.beside(state_BAH[keep_BA], head_DH, p_ND, row_R)
+                + self.beside(state_BAH[keep_BA], head_DH, whole_CD, row_R)
             )
             counts.append(len(row_R) if weight_R is None else float(weight_R.sum()))
         tokens = max(1, counts[0])
         return Step(weighted(losses, weight_J) / tokens, round(tokens))
 
-    def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
-        """A loss beside that of the guesses of a depth, summed over its rows."""
+    def beside(
+        self, state_RH: Tensor, head_DH: Tensor, whole_CD: Tensor | None, row_R: Tensor
+    ) -> Tensor | float:
+        """A loss beside that of the guesses of a depth, summed over its rows.
+
+        Args:
+            whole_CD: from ``beside_laws``.
+        """
         return 0.0
+
+    def beside_laws(self, last_NH: Tensor) -> Tensor | None:
+        """What ``beside`` needs of the target's distributions at some rows."""
+        return None
 
     @torch.no_grad()
     def _behind_refused(self, state_BAH: Tensor, aligned: Aligned, ahead: int, head_DH: Tensor) -> Tensor:
@@ -245,7 +256,9 @@ def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, tempera
 
 
 @torch.no_grad()
-def whole_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor) -> tuple[Tensor, Tensor]:
+def whole_laws(
+    target: Target, vocab: VocabMap | None, last_NH: Tensor, temperature: float = 1.0
+) -> tuple[Tensor, Tensor]:
     """The part of the target's distributions that lies in the draft vocabulary, and the likeliest tokens.
 
     Returns:
@@ -253,7 +266,7 @@ def whole_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor) -> tuple
     """
     laws, ids = [], []
     for lo in _chunks(last_NH):
-        p_CV = target.head(last_NH[lo : lo + CHUNK]).softmax(-1)
+        p_CV = target.head(last_NH[lo : lo + CHUNK]).div_(temperature).softmax(-1)
         ids.append(p_CV.argmax(-1))
         laws.append(p_CV if vocab is None else p_CV[:, vocab.to_target_D.to(p_CV.device)])
     return torch.cat(laws), torch.cat(ids)

@@ -10,7 +10,7 @@ nor the head. The network is `training_net`; only it is trained, and the unembed
 
 Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
 a row was the target's, where those of the rows before were among their likeliest. A confidence head
-learns the chance that a draw from q is kept, 1 - |p - q|_1 / 2, on a share of the rows.
+learns the chance that a draw from q is kept, sum min(p, q), of a share of the distributions.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
 arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions, not its text.
@@ -43,7 +43,7 @@ from outpace.models.decoder import Decoder
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch, noisy, seed_of
-from outpace.train.confidence import confidence_loss
+from outpace.train.confidence import confidence_loss, judging_laws
 from outpace.train.losses import head_loss
 from outpace.train.networks import plain_shape
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
@@ -192,12 +192,14 @@ class DflashObjective(Objective):
         self.ranks.clear()
         self.temper.clear()
         aligned, keep_BMA = self.drawn(batch)
-        p_ND, row_R = None, None
+        p_ND, whole_CD, row_R = None, None, None
         if config.loss != "ce" or self.shape.confident:
             row_BMA = torch.stack([aligned.law(EAGLE + i) for i in rows], -1)
             used_N, row_R = torch.unique(row_BMA[keep_BMA], return_inverse=True)
             last_NH = aligned.laws_of(batch.feature[LAST])[used_N]
             p_ND = target_laws(self.target, self.vocab, last_NH, config.temperature)
+            if self.shape.confident:
+                whole_CD = judging_laws(self.target, self.vocab, last_NH, config.temperature)
         label_BMA = torch.stack([self._labels(aligned, i) for i in (-1, *rows)], -1)
         tokens = max(1, int(keep_BMA[..., 0].sum()))
         given = noisy(batch, self.shape.taps, config.noise if self.module.training else 0.0)
@@ -205,9 +207,9 @@ class DflashObjective(Objective):
         label_R = label_BMA[..., 1:][keep_BMA]
         joint_RI, head_DI = self.joint(y_RH, above_R)
         loss = head_loss(joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
-        if self.shape.confident and p_ND is not None and row_R is not None:
+        if whole_CD is not None and row_R is not None:
             proj = self.module.confidence_head["proj"]
-            loss = loss + config.confidence * confidence_loss(proj, joint_RI, head_DI, p_ND, row_R)
+            loss = loss + config.confidence * confidence_loss(proj, joint_RI, head_DI, whole_CD, row_R)
         return Step(loss / tokens, tokens)
 
     @torch.no_grad()

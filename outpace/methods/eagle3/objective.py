@@ -39,7 +39,7 @@ from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch, noisy
-from outpace.train.confidence import confidence_loss
+from outpace.train.confidence import confidence_loss, judging_laws
 from outpace.train.losses import depth_weights
 from outpace.train.networks import Embed, KeyValue, Turns, plain_shape
 from outpace.train.objective import DEPTHS, LAST, Objective, Step, write_drafter
@@ -154,11 +154,18 @@ class Eagle3(Objective):
         head_DH = self.module.lm_head.weight
         return self.learn(states, batch, aligned, EAGLE, head_DH, self._weights, config.refused)
 
-    def beside(self, state_RH: Tensor, head_DH: Tensor, p_ND: Tensor | None, row_R: Tensor) -> Tensor | float:
-        if not self.config.confidence or p_ND is None:
+    def beside(
+        self, state_RH: Tensor, head_DH: Tensor, whole_CD: Tensor | None, row_R: Tensor
+    ) -> Tensor | float:
+        if whole_CD is None:
             return 0.0
         weight = self.config.confidence
-        return confidence_loss(self.module.confidence, state_RH, head_DH, p_ND, row_R).mul(weight)
+        return confidence_loss(self.module.confidence, state_RH, head_DH, whole_CD, row_R).mul(weight)
+
+    def beside_laws(self, last_NH: Tensor) -> Tensor | None:
+        if not self.config.confidence:
+            return None
+        return judging_laws(self.target, self.vocab, last_NH, self.config.temperature)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> Step:

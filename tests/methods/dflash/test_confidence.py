@@ -9,7 +9,10 @@ from outpace.methods.dflash.export import export
 from outpace.methods.dflash.net import CONFIDENCE
 from outpace.methods.dflash.objective import DflashTraining
 from outpace.models.tiny import tiny
+from outpace.train import confidence
+from outpace.train.align import EAGLE
 from outpace.train.loop import LoopConfig, train
+from outpace.train.objective import LAST
 from outpace.train.starts import begin_from
 from tests.methods.dflash.test_objective import TAPS, built
 from tests.train.texts import Listed, most_used, written
@@ -65,6 +68,23 @@ def test_what_it_says_is_that_of_training(target, trained):
     with torch.no_grad():
         wanted_F = objective.module.confidence_head["proj"](hidden_FH).squeeze(-1).sigmoid()
     torch.testing.assert_close(drafter.foresee([]), wanted_F, atol=1e-2, rtol=0)
+
+
+def test_what_the_draft_vocabulary_lacks_refuses_draws(target, rows, monkeypatch):
+    """A head that says one half everywhere is moved by its mistake about sum min(p, q), p over all tokens."""
+    monkeypatch.setattr(confidence, "SHARE", 1)
+    few, batch = most_used(rows, 40, target), rows[0]
+    objective = built(target, few, moved=False, kind="masks", confidence=1.0, decay=1e-9)
+    aligned, keep_BMA = objective.drawn(batch)
+    with torch.no_grad():
+        q_RD = (objective.outputs(batch, aligned, keep_BMA) @ objective._head_DH.T).softmax(-1)
+        last_RH = aligned.laws_of(batch.feature[LAST])[aligned.law(EAGLE)[keep_BMA[..., 0]]]
+        p_RD = target.head(last_RH).softmax(-1)[:, few.to_target_D]
+        assert float(p_RD.sum(-1).mean()) < 0.9, "much of the target's distributions lies outside"
+        kept_R = torch.minimum(p_RD, q_RD).sum(-1)
+    objective.loss(batch).loss.backward()
+    bias = objective.module.confidence_head["proj"].bias
+    torch.testing.assert_close(bias.grad[0], (0.5 - kept_R).mean())
 
 
 def test_guesses_learn_nothing_from_it(target, rows):

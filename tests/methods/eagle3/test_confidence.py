@@ -10,9 +10,10 @@ from outpace.methods.eagle3.export import export
 from outpace.methods.eagle3.net import CONFIDENCE
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import tiny
+from outpace.train import confidence
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.loop import LoopConfig, train
-from outpace.train.objective import LAST, target_laws
+from outpace.train.objective import LAST, whole_laws
 from outpace.train.starts import begin_from
 from tests.train.texts import Listed, most_used, written
 
@@ -53,7 +54,7 @@ def test_it_learns_how_often_a_draw_is_kept(target, rows, trained):
     aligned = Aligned(batch, EAGLE)
     with torch.no_grad():
         state_RH = objective.unroll(batch, aligned, 1)[0][aligned.real_BA]
-        p_RD = target_laws(target, objective.vocab, aligned.laws_of(batch.feature[LAST]))
+        p_RD, _ = whole_laws(target, objective.vocab, aligned.laws_of(batch.feature[LAST]))
         p_RD = p_RD[aligned.law(EAGLE)[aligned.real_BA]]
         q_RD = objective.module.lm_head(state_RH).float().softmax(-1)
         kept_R = torch.minimum(p_RD, q_RD).sum(-1)
@@ -62,11 +63,29 @@ def test_it_learns_how_often_a_draw_is_kept(target, rows, trained):
     assert float(error) < 0.9 * float(spread), (error, spread)
 
 
+def test_what_the_draft_vocabulary_lacks_refuses_draws(target, rows, monkeypatch):
+    """A head that says one half everywhere is moved by its mistake about sum min(p, q), p over all tokens."""
+    monkeypatch.setattr(confidence, "SHARE", 1)
+    few = most_used(rows, 40, target)
+    objective = Eagle3.build(Eagle3Config(confidence=1.0, steps=1, temperature=1.5), target, few)
+    batch, aligned = rows[0], Aligned(rows[0], EAGLE)
+    with torch.no_grad():
+        keep_BA = aligned.teaches(EAGLE) & (few.feed_V[aligned.token(EAGLE)] >= 0)
+        state_RH = objective.unroll(batch, aligned, 1)[0][keep_BA]
+        q_RD = (state_RH @ objective.module.lm_head.weight.T).softmax(-1)
+        last_RH = aligned.laws_of(batch.feature[LAST])[aligned.law(EAGLE)[keep_BA]]
+        p_RD = (target.head(last_RH) / 1.5).softmax(-1)[:, few.to_target_D]
+        assert float(p_RD.sum(-1).mean()) < 0.9, "much of the target's distributions lies outside"
+        kept_R = torch.minimum(p_RD, q_RD).sum(-1)
+    objective.loss(batch).loss.backward()
+    torch.testing.assert_close(objective.module.confidence.bias.grad[0], (0.5 - kept_R).mean())
+
+
 def test_guesses_learn_nothing_from_it(target, rows):
     vocab = most_used(rows, 200, target)
     grads = []
-    for confidence in (0.0, 5.0):
-        objective = Eagle3.build(Eagle3Config(confidence=confidence), target, vocab)
+    for weight in (0.0, 5.0):
+        objective = Eagle3.build(Eagle3Config(confidence=weight), target, vocab)
         objective.loss(rows[0]).loss.backward()
         grads.append({name: one.grad for name, one in objective.module.named_parameters()})
     plain, with_head = grads
