@@ -52,7 +52,7 @@ class ShallowRows:
         return feed_nodes(branch, self.lease.slot, self.row, len(self.row))
 
     def finish(self, draft: Draft, numbers: Sequence[int] | None) -> Draft:
-        """The draft, its fed nodes first, with the work below the layer handed on.
+        """The draft, its fed nodes first as they were fed, with the work below the layer handed on.
 
         Args:
             numbers: what growth called its nodes; None: as the draft does.
@@ -62,15 +62,15 @@ class ShallowRows:
         if not self.row or not self.layer or not self.lease.resumes:
             return draft
         names = range(len(draft)) if numbers is None else numbers
-        fed = [node for node, name in enumerate(names) if name in self.row]
-        rest = [node for node, name in enumerate(names) if name not in self.row]
-        rows = [0, *(self.row[names[node]] for node in fed)]
+        # Not always in the order of their numbers: nodes that were there before may be fed late.
+        order = sorted(range(len(draft)), key=lambda node: self.row.get(names[node], len(self.row)))
+        rows = [0, *(self.row[name] for node in order if (name := names[node]) in self.row)]
         hidden_KH = torch.cat(self.hidden)
         if len(rows) < len(hidden_KH):
             self.lease.cache.prune(self.lease.slot, rows)
             hidden_KH = hidden_KH[torch.tensor(rows, device=hidden_KH.device)]
         resume = Resume(self.layer, tuple(range(len(rows))), hidden_KH)
-        return replace(reordered(draft, [*fed, *rest]), resume=resume)
+        return replace(reordered(draft, order), resume=resume)
 
 
 @dataclass(slots=True, eq=False)

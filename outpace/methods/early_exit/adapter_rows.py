@@ -185,7 +185,7 @@ class AdapterRows:
         state.draft = state.rows.finish(draft, numbers)
         state.rows = None  # a lease ends here
         if row:
-            own = [0, *(row[name] for name in names if name in row)]
+            own = [0, *sorted(row[name] for name in names if name in row)]
             self.cache.prune(state.slot, [*range(state.lead), *(state.lead + one for one in own)])
         return state.draft
 

@@ -170,8 +170,9 @@ class EarlyExit(ExpandingDrafter[ExitState]):
                 draft = self.rows.finish(state, draft, numbers)
             elif state.rows is not None:
                 state.draft = draft = state.rows.finish(draft, numbers)
-            if draft.resume is not None:  # nodes that were fed stand first now
-                names.sort(key=lambda name: name not in state.said)
+            if draft.resume is not None:  # nodes that were fed stand first now, as they were fed
+                fed = {name: row for row, name in enumerate(state.said)}
+                names.sort(key=lambda name: fed.get(name, len(fed)))
             state.judged = [
                 (i, state.said[name]) for i, name in enumerate((ROOT, *names)) if name in state.said
             ]

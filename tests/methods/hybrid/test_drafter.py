@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from outpace import Engine
+from outpace import Engine, registry
 from outpace.analysis.growths import TableDrafter
 from outpace.analysis.tables import World
 from outpace.coins import KeyedCoins, Stream
@@ -141,3 +141,24 @@ def test_processors_are_asked_about_texts_that_they_allow_alone(head, temperatur
     settings = {"temperature": temperature, "max_new_tokens": len(answer) - 1, "processors": (one_text,)}
     engine = Engine.load("tiny", drafter=f"hybrid[lookup=prompt_lookup head={head}]", dtype="float32")
     assert list(engine.generate(prompt, SamplingParams(**settings)).tokens) == answer[:-1]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+@pytest.mark.parametrize(
+    "head", ["early_exit", "early_exit[model=trained]", "kangaroo[model=other threshold=0]"]
+)
+def test_a_head_in_the_targets_slots_hands_its_work_on(tmp_path, monkeypatch, head, temperature):
+    """The text's guesses have low numbers, and may be fed after the head's own."""
+    monkeypatch.chdir(tmp_path)
+    engine = Engine.load("tiny", drafter="none", dtype="float32")
+    for folder, name in (("trained", "early_exit"), ("other", "kangaroo")):
+        kind = registry.load("objective", name)
+        kind.build(kind.Config(), engine.target, None).save(tmp_path / folder, {})
+    params = SamplingParams(
+        temperature=temperature, seed=0, max_new_tokens=24, allowed_tokens={1, 3, 4}, ignore_eos=True
+    )
+    prompt, said = [3, 1, 4, 1, 3, 3, 1, 4, 4, 1, 3, 1, 4, 1, 3, 3, 1], {"reproducible": True}
+    plain = engine.generate(prompt, params, drafter="none", **said)
+    found = engine.generate(prompt, params, drafter=f"hybrid[lookup=suffix head={head}]", **said)
+    assert found.tokens == plain.tokens
+    engine.generate(prompt, params, drafter=f"hybrid[lookup=suffix head={head}]", reproducible=False)
