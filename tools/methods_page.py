@@ -111,7 +111,13 @@ MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
         "",
         "",
     ),
-    ("block drafters", "many positions in one drafter pass", ("dflash", "dspark", "jetspec"), "", ""),
+    (
+        "block drafters",
+        "many positions in one drafter pass",
+        ("dflash", "dspark", "jetspec"),
+        "the path selector of DFlash2, the recurrent head of Domino, P-EAGLE",
+        "",
+    ),
     (
         "drafters of drafters",
         "combine guesses",
@@ -130,7 +136,7 @@ MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
         "encoder-decoder targets",
         "T5 and BART kinds; the source text is a draft. All drafters that need no features work",
         ("reference",),
-        "",
+        "a drafter of masked blocks for them (GAD)",
         "",
     ),
     ("no drafter", "plain decoding, the baseline", ("none",), "", ""),
