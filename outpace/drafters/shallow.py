@@ -24,6 +24,8 @@ from outpace.cache.base import Lease
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter
 from outpace.drafters.feeding import feed_nodes
+from outpace.drafters.trained import lender
+from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.tree.growth import Branch, DraftRow, grow
 from outpace.types import NOTHING, ROOT, Draft, Feed, Outcome, Resume, Signals, StopRule
@@ -104,7 +106,8 @@ class SlotDrafter(ExpandingDrafter[S], Generic[S]):
             replace(row, budget=NOTHING) if row.lease is None else self.leased(row, row.lease) for row in rows
         ]
         drafts, ahead = [], self.foresee if self.traits.foresees else None
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, foresee=ahead), strict=True):
+        grown = grow(ready, self.expand, foresee=ahead, scale=self.traits)
+        for row, (draft, numbers) in zip(ready, grown, strict=True):
             drafts.append(draft if row.state.rows is None else row.state.rows.finish(draft, numbers))
             row.state.rows = None
         return drafts
@@ -118,6 +121,20 @@ class SlotDrafter(ExpandingDrafter[S], Generic[S]):
     def rewind(self, state: S, mark: None) -> S:
         state.rows = None
         return state
+
+
+def shares(target: Target, layers: Sequence[int], vocab: VocabMap | None = None) -> tuple[float, ...]:
+    """What a guess behind so many of the first layers costs, in passes of the target, by weights read.
+
+    Args:
+        vocab: of guesses; None: the whole head is read.
+    """
+    saved = 0
+    if vocab is not None:
+        lent = lender(target, "a part of its head")
+        saved = lent.unembedding(None).nbytes - lent.unembedding(vocab).nbytes
+    read = [target.variant(layers=range(count)).weight_bytes - saved for count in layers]
+    return tuple(one / max(1, target.weight_bytes) for one in read)
 
 
 def rows_of(branch: Branch[Any]) -> ShallowRows:

@@ -19,7 +19,7 @@ Shape letters: F nodes of a frontier, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -76,7 +76,9 @@ class QuantizedSelf(SlotDrafter[SlotState]):
                 "rounded copy is no cheaper; load it without quantize="
             )
         rounded = shared(target, ("quantized", config.kind), lambda: model.quantized(config.kind))
-        return cls(rounded) if config.shared else Apart(rounded, target.vocab_size)
+        made = cls(rounded) if config.shared else Apart(rounded, target.vocab_size)
+        made.traits = replace(made.traits, level_D=(rounded.weight_bytes / target.weight_bytes,))
+        return made
 
     @property
     def language_model(self) -> Target | None:

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
-from outpace.drafters.shallow import Doubt, ShallowRows
+from outpace.drafters.shallow import Doubt, ShallowRows, shares
 from outpace.drafters.trained import candidates, find, trained_exits
 from outpace.errors import ModelError
 from outpace.methods.early_exit.exit_head import ExitHead, ExitState
@@ -102,12 +102,8 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         self.rows = None if head is None else head.rows
         if self.rows is not None:
             self.traits = replace(self.traits, taps=frozenset({self.rows.tap}))
-        self._shares = [self._share(layer) for layer in layers] if len(layers) > 1 else [1.0]
-
-    def _share(self, layer: int) -> float:
-        """Weights that a pass to this exit reads, of those of a whole pass."""
-        part = self.target.variant(layers=range(layer))
-        return part.weight_bytes / self.target.weight_bytes
+        self._shares = shares(target, layers, None if head is None else head.vocab)
+        self.traits = replace(self.traits, level_D=self._shares[:1])
 
     @property
     def clock(self) -> PassClock:
@@ -164,7 +160,8 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             doubt = replace(row.budget, stop=Doubt(least, row.budget.stop))
             ready.append(replace(row, budget=doubt))
         drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, self.estimate), strict=True):
+        grown = grow(ready, self.expand, self.estimate, scale=self.traits)
+        for row, (draft, numbers) in zip(ready, grown, strict=True):
             state, names = row.state, list(range(len(draft)) if numbers is None else numbers)
             if state.rows is not None and self.rows is not None:
                 draft = self.rows.finish(state, draft, numbers)

@@ -81,8 +81,8 @@ class ExitHead:
             self.rows = AdapterRows(adapter, f"hidden.{self.layer}", target.clock)
         else:
             self._read_norm(folder, tensors, rounding(quantize, target))
-        self._vocab = vocab_map(tensors, target.vocab_size)
-        self.id_D = None if self._vocab is None else self._vocab.to_target_D.to(target.device)
+        self.vocab = vocab_map(tensors, target.vocab_size)
+        self.id_D = None if self.vocab is None else self.vocab.to_target_D.to(target.device)
         """Target ids of the columns; None: they are the ids."""
 
     def _read_norm(self, folder: Path, tensors: Mapping[str, Tensor], quantize: str | None) -> None:
@@ -114,6 +114,6 @@ class ExitHead:
             else:
                 y_TH = self.rows.run(branches, fed, hidden_TH)
             with torch.no_grad():
-                logits_TD = self._target.head(y_TH, self._vocab)
+                logits_TD = self._target.head(y_TH, self.vocab)
         clock.count -= 1  # the layers below and this are one pass of the drafter
         return logits_TD

@@ -32,7 +32,7 @@ from outpace.cache.base import KVCache
 from outpace.clock import PassClock
 from outpace.drafters.base import ExpandingDrafter, Request, Traits
 from outpace.drafters.features import TrainedConfig
-from outpace.drafters.shallow import Doubt, ShallowRows
+from outpace.drafters.shallow import Doubt, ShallowRows, shares
 from outpace.drafters.trained import find
 from outpace.methods.early_exit.adapter_rows import AdapterFile, AdapterRows, AdapterState, read_adapter
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
@@ -75,7 +75,8 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
     def __init__(self, target: Target, file: AdapterFile, threshold: float | None = None) -> None:
         self.target, self.layer, self.threshold = target, file.layer, threshold
         self.tap = f"hidden.{file.layer}"
-        self.traits = replace(self.traits, taps=frozenset({self.tap}))
+        level_D = shares(target, (file.layer,), file.vocab)
+        self.traits = replace(self.traits, taps=frozenset({self.tap}), level_D=level_D)
         self.rows = AdapterRows(file.adapter, self.tap, self.clock)
         self._vocab = file.vocab
         self._id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
@@ -119,7 +120,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
             doubt = Doubt(self._threshold(budget.shape), budget.stop)
             ready.append(replace(row, budget=replace(budget, stop=doubt)))
         drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand), strict=True):
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, scale=self.traits), strict=True):
             if row.state.rows is not None:
                 draft = self.rows.finish(row.state, draft, numbers)
             drafts.append(draft)

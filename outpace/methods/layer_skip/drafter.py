@@ -105,6 +105,8 @@ class LayerSkip(SlotDrafter[SkipState]):
         self.skip = skip
         """What is left out now."""
         self.model = skip.part(self.target)
+        share = self.model.weight_bytes / max(1, self.target.weight_bytes)
+        self.traits = replace(self.traits, level_D=(share,))
 
     @classmethod
     def load(cls, config: LayerSkipConfig, target: Target) -> LayerSkip:

@@ -30,7 +30,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.features import TrainedConfig
-from outpace.drafters.shallow import Doubt, ShallowRows, SlotDrafter, SlotState, rows_of
+from outpace.drafters.shallow import Doubt, ShallowRows, SlotDrafter, SlotState, rows_of, shares
 from outpace.drafters.trained import lender, rounding
 from outpace.methods.s2d.files import BINS, METHOD, Exits, read_exits
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
@@ -84,21 +84,14 @@ class S2d(SlotDrafter[SortedState]):
         self._norms = [Norm(one.to(lent.device), lent.config) for one in exits.norm_XH]
         self._linears = [form.linear(one) for one in exits.linear_XHH]
         self.id_D = None if exits.vocab is None else exits.vocab.to_target_D.to(lent.device)
-        self.prices = self._prices()
+        self.prices = shares(lent, exits.layers, exits.vocab)
         """Of a guess at each exit, in whole passes, by weights read."""
+        self.traits = replace(self.traits, level_D=self.prices[:1])
         self.threshold = self.prices[0] if threshold is None else threshold
         deepest = exits.right[-1]
         rate = sum(own for own, _ in deepest[BINS // 2 :]) / (BINS - BINS // 2)
         self._value = 1 / (1 - min(rate, 0.9))
         """Tokens that hang on a guess: itself and what follows it, where guesses are sure."""
-
-    def _prices(self) -> list[float]:
-        whole = self.target.weight_bytes
-        layers = [self.target.variant(layers=range(e)).weight_bytes for e in self.exits.layers]
-        if self.exits.vocab is None:
-            return [one / whole for one in layers]
-        rest = self.target.unembedding(None).nbytes - self.target.unembedding(self.exits.vocab).nbytes
-        return [(one - rest) / whole for one in layers]
 
     @classmethod
     def load(cls, config: S2dConfig, target: Target) -> S2d:

@@ -74,6 +74,8 @@ class S3d(SlotDrafter[MaskState]):
         self.masks, self.target = masks, lent
         gap = range(masks.first, masks.stop)
         self.model = lent.without(attentions=gap, mlps=gap)
+        share = self.model.weight_bytes / lent.weight_bytes
+        self.traits = replace(self.traits, level_D=(share, 0.0))  # further levels look up its rows
         form = Form(lent.dtype, lent.device, quantize=rounding(quantize, lent))
         self._linears = [form.linear(one) for one in masks.linear_SHH]
         self._mask_KH = masks.mask_KH.to(lent.device)

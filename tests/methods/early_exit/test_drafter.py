@@ -54,7 +54,7 @@ SPECS = [
     "early_exit",
     "early_exit[layer=5 tree=3x2x1]",
     "early_exit[layer=5 tree=[-1,-1,0,0,2,2,5]]",
-    "early_exit[layer=4 tree=dynamic tree_size=6]",
+    "early_exit[layer=4 tree=dynamic:8:0 tree_size=6]",
     "early_exit[exits=2+4+5 tree_size=3]",
     "early_exit[layer=5 tree_size=8 policy=confidence]",
 ]
@@ -350,7 +350,7 @@ def test_a_trained_layer_changes_the_guesses_and_not_the_text(tmp_path):
     trained_layer(target, tmp_path / "a")
     for more in ({"seed": 5}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
         plain = engine.generate(PROMPTS, drafter="none", **LONG, **more)
-        for shape in ("", "tree=3x2x1", "tree=dynamic tree_size=6"):
+        for shape in ("", "tree=3x2x1", "tree=dynamic:8:0 tree_size=6"):
             spec = f"early_exit[model={tmp_path / 'a'} {shape}]"
             fast = engine.generate(PROMPTS, drafter=spec, **LONG, **more)
             assert [one.tokens for one in fast] == [one.tokens for one in plain]

@@ -93,7 +93,8 @@ def test_the_text_is_plain_text_in_bfloat16_too(known, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("spec", "temperature"), [("threshold=0", 0.9), ("threshold=0 tree=3x2x1", 0.0), ("tree=dynamic", 0.9)]
+    ("spec", "temperature"),
+    [("threshold=0", 0.9), ("threshold=0 tree=3x2x1", 0.0), ("tree=dynamic:8:0", 0.9)],
 )
 def test_every_layer_runs_once_per_drafted_token(engine, target, objective, monkeypatch, spec, temperature):
     rows = count_rows(monkeypatch, target)
@@ -108,6 +109,16 @@ def test_every_layer_runs_once_per_drafted_token(engine, target, objective, monk
     rows[:] = [0] * target.num_layers
     again = engine.generate(PROMPTS, drafter=spec, **settings)
     assert tokens(again) == tokens(results) and rows[0] > rows[-1] == prompt + passed
+
+
+def test_levels_of_a_dynamic_tree_are_priced_by_the_weights_that_they_read(engine, target, objective):
+    (level,) = loaded(objective).traits.level_D
+    assert level == pytest.approx(EXIT / target.num_layers, abs=0.05)
+    spec = f"kangaroo[model={objective.folder} threshold=0 tree=dynamic"
+    priced = engine.generate(PROMPTS, drafter=f"{spec}]", **LONG)
+    filled = engine.generate(PROMPTS, drafter=f"{spec}:8:0]", **LONG)
+    deep = [sum(one.counters.drafted_at[1:]) for results in (priced, filled) for one in results]
+    assert sum(deep[:3]) < sum(deep[3:])
 
 
 def states_of(drafter, text):
@@ -151,7 +162,7 @@ def watch(drafter, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("spec", "temperature"), [("", 0.9), ("tree=dynamic tree_size=6", 0.0), ("tree=2x2x1", 0.9)]
+    ("spec", "temperature"), [("", 0.9), ("tree=dynamic:8:0 tree_size=6", 0.0), ("tree=2x2x1", 0.9)]
 )
 def test_the_adapter_cache_is_in_step_after_every_commit(engine, objective, monkeypatch, spec, temperature):
     spec = f"kangaroo[model={objective.folder} threshold=0 {spec}]"

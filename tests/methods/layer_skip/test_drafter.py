@@ -60,7 +60,7 @@ def tokens(results):
         "",
         "find=cosine share=0.3",
         "skip=1+a3+m6 tree=3x2x1",
-        "skip=m0+5 tree=dynamic",
+        "skip=m0+5 tree=dynamic:8:0",
         "skip=2+a4 tree_size=12 policy=confidence",
     ],
 )
@@ -196,6 +196,19 @@ def test_a_damaged_set_is_ignored_in_one_line(target, content, caplog):
     assert str(file) in line and "another set will be found" in line and "\n" not in line
 
 
+@pytest.mark.parametrize(
+    ("spec", "share"), [("layer_skip[skip=3", 7 / 8), ("early_exit[threshold=0 layer=7", 7 / 8)]
+)
+def test_levels_of_a_dynamic_tree_are_priced_by_the_weights_that_they_read(target, spec, share):
+    engine = Engine(target, drafter="none")
+    (level,) = engine.method(f"{spec} tree=dynamic]").drafter.traits.level_D
+    assert level == pytest.approx(share, abs=0.05)
+    priced = engine.generate(PROMPTS, drafter=f"{spec} tree=dynamic]", **LONG)
+    filled = engine.generate(PROMPTS, drafter=f"{spec} tree=dynamic:8:0]", **LONG)
+    assert {len(one.counters.drafted_at) for one in priced} == {1}, "a second level costs a pass"
+    assert min(len(one.counters.drafted_at) for one in filled) > 1
+
+
 def test_a_rounded_copy_drafts(target):
     engine = Engine(target, drafter="none")
     plain = engine.generate(PROMPTS, drafter="none", **LONG)
@@ -205,6 +218,7 @@ def test_a_rounded_copy_drafts(target):
     assert sum(one.counters.accepted for one in fast) > 0.5 * drafted > 0
     drafter = engine.method("quantized_self").drafter
     assert drafter.model.weight_bytes < 0.5 * target.weight_bytes
+    assert drafter.traits.level_D == (drafter.model.weight_bytes / target.weight_bytes,)
     rounded = drafter.model
     with pytest.raises(ModelError, match="is rounded to int8 itself"):
         QuantizedSelf.load(QuantizedSelfConfig(), rounded)

@@ -93,7 +93,7 @@ def test_every_class_does_what_it_says(engine, folder, plain, classes, layer, dr
 
 
 @pytest.mark.parametrize(
-    "settings", ["", " tree=3x2x1", " tree=dynamic tree_size=6", " exit=0.4", " exit=1 threshold=0"]
+    "settings", ["", " tree=3x2x1", " tree=dynamic:8:0 tree_size=6", " exit=0.4", " exit=1 threshold=0"]
 )
 def test_the_text_is_plain_text_whatever_the_classifier_says(engine, folder, plain, settings):
     spec, _ = taught(engine, folder, [None] * 4, settings)

@@ -62,7 +62,7 @@ def texts():
     )
 
 
-@pytest.mark.parametrize("settings", ["", " tree=chain", " tree=3x2x1", " tree=dynamic tree_size=6"])
+@pytest.mark.parametrize("settings", ["", " tree=chain", " tree=3x2x1", " tree=dynamic:8:0 tree_size=6"])
 def test_the_text_is_plain_text(engine, folder, settings):
     for more in ({}, {"temperature": 0.8, "seed": 5, "reproducible": True}):
         plain = engine.generate(PROMPTS, drafter="none", **LONG, **more)
