@@ -22,6 +22,7 @@ Shape letters: B sequences, K heads, H hidden size, D draft vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,6 +41,8 @@ class Medusa(BlockDrafter[LastState], ResidualDrafter):
     """Drafts with heads that read the hidden state alone."""
 
     Config = TrainedConfig
+    # One pass, and further levels look up its rows.
+    traits = replace(ResidualDrafter.traits, level_D=(0.1, 0.01))
 
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
         ResidualDrafter.__init__(self, heads, target, quantize)

@@ -74,7 +74,10 @@ class Mtp(BlockDrafter[State]):
         self.nets = [Module(shape, i, file.tensors, target, quantize=rounded) for i in range(shape.modules)]
         self.tracks = Tracks(self.nets, shape.kind)
         self.traits = replace(self.traits, taps=frozenset({shape.base}))
-        self.block = shape.steps if shape.kind == PARALLEL else 1
+        self.block = 1
+        if shape.kind == PARALLEL:  # one pass, and further levels look up its rows
+            self.block = shape.steps
+            self.traits = replace(self.traits, level_D=(0.1, 0.01))
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
         self._out_KRH: list[Tensor] = []
 

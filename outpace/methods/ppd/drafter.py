@@ -72,7 +72,13 @@ class Ppd(RidingDrafter):
 
     Config = PpdConfig
     stock = _STOCK
-    traits = Traits(default_nodes=24, default_tree=STOCK, needs=frozenset({TREE, EMBEDDINGS}), samples=True)
+    traits = Traits(
+        default_nodes=24,
+        default_tree=STOCK,
+        needs=frozenset({TREE, EMBEDDINGS}),
+        samples=True,
+        level_D=(0.1, 0.01),  # one unembedding, and further levels look up its rows
+    )
 
     def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:
         super().__init__(target, prompts.vocab)

@@ -85,6 +85,7 @@ class Streaming(RidingDrafter):
         default_tree=STOCK,
         needs=frozenset({TREE, EMBEDDINGS, LAYERS, TAPS, HEAD}),
         samples=True,
+        level_D=(0.1, 0.01),  # one unembedding, and further levels look up its rows
     )
 
     def __init__(self, streams: Streams, target: Target, config: StreamingConfig) -> None:

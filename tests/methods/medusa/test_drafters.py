@@ -1,6 +1,7 @@
 """Medusa and Hydra: laws against plain arithmetic, bookkeeping, trees, and what is refused."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -203,6 +204,20 @@ def test_passes_of_a_draft(target):
         drafts = proposed(drafter, states, texts, budget("3x2x1", None, 4))
         assert [len(draft) for draft in drafts] == [15, 15]
         assert (drafter.clock.count, target.clock.count) == (before + passes, targets)
+
+
+def test_further_levels_of_a_dynamic_tree_cost_next_to_nothing(target):
+    """Halves of halves are worth a look-up, and the second one is not worth a pass of the heads."""
+    half_D = torch.full((target.vocab_size // 2,), 0.5 / (target.vocab_size // 2 - 1)).log()
+    half_D[3], depths = math.log(0.5), {}
+    for method in METHODS:
+        drafter = made(method, target)
+        drafter.blocks = lambda branches: half_D.expand(len(branches), HEADS, -1)
+        drafter.logits = lambda hidden_FH, read_F: half_D.expand(len(read_F), -1)
+        state, _ = begun(drafter, target, TEXT)
+        (draft,) = proposed(drafter, [state], [TEXT], budget("dynamic", 8, 8))
+        depths[method] = max(draft.depth_N)
+    assert depths == {Medusa: 3, Hydra: 2}
 
 
 def test_the_calibrated_tree_stands_in_for_the_stock_tree_alone(target):
