@@ -6,7 +6,9 @@
 
 Modules of a checkpoint are layers of the model's own kind; their embeddings and heads are copies of the
 model's, and left out. Such files do not say which state of the model a module reads, before or behind
-the model's last norm: `outpace.methods.mtp.self_test` tries both.
+the model's last norm: `outpace.methods.mtp.self_test` tries both. They were trained for one step each: where
+nobody asks for another tree, a draft is as deep as there are modules. What more depth brings tells FastMTP,
+arXiv:2509.18362.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.fields import Fields
 from outpace.models.weights import SafetensorsCheckpoint
+from outpace.types import ROOT, Shape
 
 METHOD = "mtp"
 _MOST = 64
@@ -50,7 +53,7 @@ _LAYOUTS: tuple[tuple[str, dict[str, str], bool], ...] = (
 )
 """Where a module stands, what its own tensors are called, and whether the state comes first."""
 AHEAD = 3
-"""Depths drafted with modules of a checkpoint, which were trained for one each."""
+"""Depths that modules of a checkpoint draft at most, where a tree that deep is asked for."""
 
 
 MtpFile = TrainedFile[MtpShape]
@@ -160,7 +163,8 @@ def _from_checkpoint(checkpoint: Any, base: str | None, target: Target, source: 
             raise ModelError(f"{source}: {at}{own} has shape {list(tensor.shape)}, {list(size)} is wanted")
         tensors[name] = tensor
     chosen = choose_base(shape, tensors, target, base)
-    return MtpFile(shape=replace(shape, base=chosen), tensors=tensors)
+    tree = Shape(tuple(range(ROOT, count - 1)))  # each as deep as it was trained for
+    return MtpFile(shape=replace(shape, base=chosen), tensors=tensors, tree=tree)
 
 
 def _stored(part: str, parts: Mapping[str, str]) -> str:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from outpace import Engine
 from outpace.errors import ModelError, SpecError
 from outpace.methods.mtp import files
 from outpace.methods.mtp.drafter import Mtp, MtpConfig
@@ -85,6 +86,17 @@ def test_the_state_that_a_module_reads_is_found_out(model, module, layout):
     wrong = Mtp.load(MtpConfig(base=other), target)
     assert wrong.file.shape.base != state, "the user decides"
     assert f"base={base} is better" in target.note, "and is told"
+
+
+def test_modules_of_a_checkpoint_draft_as_deep_as_they_were_trained_for(model, module):
+    target = with_modules(model, stored(module[1], f"model.layers.{model[0].num_layers}.", DEEPSEEK, False))
+    engine = Engine(target, drafter="none")
+    settings = {"max_new_tokens": 12, "ignore_eos": True}
+    levels = {
+        spec: len(engine.generate([5, 9, 11], drafter=spec, **settings).counters.drafted_at)
+        for spec in ("mtp", "mtp[tree=chain tree_size=8]")
+    }
+    assert levels == {"mtp": 1, "mtp[tree=chain tree_size=8]": files.AHEAD}
 
 
 def test_what_cannot_be_read_is_said(model, module):
