@@ -338,7 +338,7 @@ def test_drafts_are_as_long_as_threshold_least_and_size_say(engine, head, monkey
 def test_the_head_runs_for_this_policy_alone(engine, head, monkeypatch):
     runs = []
     for policy in ("fixed", "confidence", "specdecpp"):
-        spec = f"draft_model[{DRAFT} acceptance={head} policy={policy}]"
+        spec = f"draft_model[{DRAFT} tree=chain acceptance={head} policy={policy}]"
         drafter = engine.method(spec).drafter
         real = drafter._head
 

@@ -19,7 +19,7 @@ SpecInfer, arXiv:2305.09781.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -69,7 +69,11 @@ class DraftModel(ModelDrafter):
             ModelError: see ``load_model``; or an acceptance head that does not fit.
         """
         model, id_D = load_model(config, target)
-        return cls(model, target.vocab_size, id_D, find_head(config.acceptance, model, target))
+        drafter = cls(model, target.vocab_size, id_D, find_head(config.acceptance, model, target))
+        # A light one takes longer than its weights say.
+        share = max(*drafter.traits.level_D, model.weight_bytes / max(1, target.weight_bytes))
+        drafter.traits = replace(drafter.traits, level_D=(share,))
+        return drafter
 
 
 def load_model(config: DraftModelConfig, target: Target) -> tuple[Target, Tensor | None]:

@@ -52,6 +52,19 @@ def test_another_model_is_read_as_it_is_stored_where_that_fits(target, monkeypat
     assert asked == [wanted, "bfloat16"]
 
 
+def test_levels_are_priced_by_the_weights_that_they_read(target):
+    light = DraftModel.load(DraftModelConfig(model="tiny", layers=1), tiny(layers=40))
+    assert light.traits.level_D == DraftModel.traits.level_D, "a light one takes longer than its weights say"
+    engine = Engine(target, drafter="none")
+    levels = {}
+    for tree in ("dynamic", "dynamic:8:0"):
+        spec = f"draft_model[model=tiny tree={tree}]"
+        assert engine.method(spec).drafter.traits.level_D == (1.0,)
+        results = engine.generate(PROMPTS, drafter=spec, max_new_tokens=12, ignore_eos=True)
+        levels[tree] = {len(one.counters.drafted_at) for one in results}
+    assert levels["dynamic"] == {1} and min(levels["dynamic:8:0"]) > 1, "a second level costs a pass"
+
+
 def test_a_trained_model_is_rounded_and_runs_compiled(target, tmp_path):
     if not works():
         pytest.skip("C cannot be compiled for this machine")
