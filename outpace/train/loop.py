@@ -31,6 +31,7 @@ from outpace.train import checkpoint, curves, optimizers
 from outpace.train.align import moved
 from outpace.train.batches import Batch
 from outpace.train.distributed import ProcessGroup
+from outpace.train.generate import MOST
 from outpace.train.memory import Holes, keep_freed_memory
 from outpace.train.objective import Objective, Step
 from outpace.train.progress import Say, clock_text
@@ -38,7 +39,6 @@ from outpace.train.stopping import Asked, asked
 
 LOSS_SHARE = 4
 """One in so many of the held-out tokens is read for the loss, too."""
-
 
 _ABOVE_0 = (
     *("steps", "batches", "minutes", "lr", "clip", "patience"),
@@ -93,8 +93,8 @@ class LoopConfig:
             raise ValueError(f"optimizer must be {' or '.join(optimizers.KINDS)}, got {self.optimizer!r}")
         for name in _ABOVE_0:
             value = getattr(self, name)
-            if value is not None and not 0 < value <= 1e12:
-                raise ValueError(f"{name} must be above 0 and at most 1e12, got {shown(value)}")
+            if value is not None and not 0 < value <= MOST:
+                raise ValueError(f"{name} must be above 0 and at most {MOST}, got {shown(value)}")
         if not self.weight_decay >= 0:
             raise ValueError(f"weight_decay must be at least 0, got {self.weight_decay}")
         for name in ("warmup", "last", "beta1", "beta2"):
