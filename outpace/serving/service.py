@@ -54,7 +54,7 @@ class Service:
         drafters: method specs that requests may name, loaded now. The first one serves requests
             that name none; ``none`` may always be named.
         max_batch: most answers at a time.
-        max_queue: most answers waiting; one more is refused.
+        max_queue: most answers waiting while no slot is free; one more is refused.
         chunk: prompt tokens read between two plain steps of the others, more beside drafts (see
             ``Scheduler``); None: ``usual_chunk``.
         pages: most pages of 64 tokens that the target's cache may take, slots and stored text
@@ -171,7 +171,8 @@ class Service:
                 raise ServiceClosed("the service has broken down; start it anew")
             if self._closing is not None:
                 raise ServiceClosed("the service is closing; it takes no more requests")
-            if len(self._waiting) + len(ones) > self.max_queue:
+            free = self.max_batch - len(self._batch.running)
+            if len(self._waiting) + len(ones) > self.max_queue + free:
                 raise QueueFull(
                     f"{len(self._waiting)} answers are waiting, and {len(ones)} more are too many "
                     f"(max_queue={self.max_queue}); try again later"
@@ -342,8 +343,8 @@ class Service:
             with self._wake:
                 if not self._waiting:
                     return
-                answer = self._waiting.popleft()
+                answer = self._waiting[0]
             if not self._batch.enter(answer):
-                with self._wake:
-                    self._waiting.appendleft(answer)
                 return
+            with self._wake:  # only now: ``submit`` counts it at any time
+                self._waiting.popleft()

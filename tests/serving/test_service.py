@@ -194,7 +194,7 @@ def test_who_cancels_leaves_at_once_and_frees_memory(engine):
 def test_a_full_queue_refuses(engine):
     gate = threading.Event()
     with Service(engine, max_batch=1, max_queue=2, **PLAIN) as service:
-        first = ask(service, PROMPT, heard=Heard(at=lambda _: gate.wait(20)), max_new_tokens=1)
+        first = ask(service, PROMPT, heard=Heard(at=lambda _: gate.wait(20)), max_new_tokens=2)
         until(lambda: not service.stats().waiting)
         waiting = [ask(service, PROMPT, max_new_tokens=1) for _ in range(2)]
         with pytest.raises(QueueFull, match="max_queue=2"):
@@ -204,6 +204,16 @@ def test_a_full_queue_refuses(engine):
     with pytest.raises(ServiceClosed, match="closing"):
         ask(service, PROMPT)
     assert service.closing and service.broken is None
+
+
+def test_slots_that_are_free_are_room_in_the_queue(engine, monkeypatch):
+    with Service(engine, max_batch=4, max_queue=2, **PLAIN) as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(service, "_admit", lambda: None)  # as if all came before the first could enter
+            first = [ask(service, PROMPT, max_new_tokens=1) for _ in range(6)]
+            with pytest.raises(QueueFull, match=r"6 answers are waiting.*max_queue=2"):
+                ask(service, PROMPT, max_new_tokens=1)
+        assert all(one.result.tokens for one in first)
 
 
 @pytest.mark.parametrize(
