@@ -109,7 +109,7 @@ class Relay:
                 LOG.warning("a replica was lost: %s", str(error).partition("\n")[0])
                 if begun is not None:
                     gone = ApiError(503, "the replica that wrote this was lost; ask again")
-                    await send(last_words(begun, scope["path"], gone))
+                    await send(last_words(begun, scope, gone))
                     return
             except Unavailable as full:
                 raise full.error from None

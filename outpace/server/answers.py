@@ -43,6 +43,8 @@ class Writer(ABC):
         self.wanted, self._tokenizer = wanted, tokenizer
         self._id = f"{self.prefix}-{secrets.token_hex(12)}"
         self._about = {"created": int(time.time()), "model": model, "system_fingerprint": fingerprint}
+        self.number: str | None = None
+        """Of the request, in its headers and in the log."""
         self.lossless = True
         """Whether the answers have the distribution of the model; said in every answer and chunk."""
         self._written = [0] * wanted.answers

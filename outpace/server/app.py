@@ -95,6 +95,7 @@ class Server:
         wanted = await off_loop(read, names)
         handler = RequestHandler(self.service, wanted, self.meters, began, self.limits.request_seconds)
         writes = writer(wanted, self.name, self.fingerprint, self.tokenizer)
+        writes.number = request.scope.get("number")
         writes.lossless = all(self.service.lossless(one) for one in wanted.requests)
         end = self._start(handler, request.scope.get("caller", ""))
         if wanted.stream:
@@ -190,7 +191,7 @@ async def chunks(handler: RequestHandler, writer: Writer) -> AsyncIterator[bytes
     except ApiError as error:
         yield told(writer.fault(error))
     except Exception as error:
-        yield told(writer.fault(from_defect("a stream", error)))
+        yield told(writer.fault(from_defect(f"the stream of {writer.number}", error)))
     finally:
         handler.cancel()
 
@@ -367,11 +368,11 @@ def tell_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ApiError)
     async def ours(request: Request, error: ApiError) -> Response:
-        return refusal(request.url.path, error)
+        return refusal(request.scope, error)
 
     @app.exception_handler(RequestValidationError)
     async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return refusal(request.url.path, from_validation(error.errors()))
+        return refusal(request.scope, from_validation(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def plain(request: Request, error: HTTPException) -> Response:
@@ -381,4 +382,4 @@ def tell_errors(app: FastAPI) -> None:
             404: f"there is no {path} here",
             405: f"{path} does not take {method}",
         }.get(error.status_code, str(error.detail))
-        return refusal(path, ApiError(error.status_code, message, headers=error.headers))
+        return refusal(request.scope, ApiError(error.status_code, message, headers=error.headers))

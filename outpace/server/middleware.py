@@ -67,7 +67,7 @@ class Guard:
         try:
             self._check(scope)
         except ApiError as error:
-            await refusal(scope["path"], error)(scope, receive, send_safely)
+            await refusal(scope, error)(scope, receive, send_safely)
             return
         # Whoever neither sends nor reads is let go in the end, whatever the application waits for.
         longest = self._limits.request_seconds + 2 * self._limits.read_seconds
@@ -195,12 +195,12 @@ class Stopping:
     async def _say(self, begun: Message | None, scope: Scope, receive: Receive, send: Send) -> None:
         error = stopping({"Connection": "close"})
         if begun is None:
-            await refusal(scope["path"], error)(scope, receive, send)
+            await refusal(scope, error)(scope, receive, send)
             return
-        await send(last_words(begun, scope["path"], error))
+        await send(last_words(begun, scope, error))
 
 
-def last_words(begun: Message, path: str, error: ApiError) -> Message:
+def last_words(begun: Message, scope: Scope, error: ApiError) -> Message:
     """The end of a response that cannot go on: an event with the error, where it is a stream.
 
     Args:
@@ -208,7 +208,7 @@ def last_words(begun: Message, path: str, error: ApiError) -> Message:
     """
     body = b""
     if any(b"event-stream" in value for _, value in begun["headers"]):
-        told = fault(error) if path == RESPONSES else in_form(path, error.body(), error.status_code)
+        told = fault(error) if scope["path"] == RESPONSES else in_form(scope, error)
         named = "type" in told
         body = event(to_json(told), "error") if named else event(to_json(told)) + event(b"[DONE]")
     return {"type": "http.response.body", "body": body, "more_body": False}
@@ -234,7 +234,7 @@ class Defects:
             if scope["type"] != "http" or begun:
                 raise  # too late for an answer: the connection ends
             found = from_defect(f"{scope['method']} {scope['path']} {scope.get('number', '')}", error)
-            await refusal(scope["path"], found)(scope, receive, send)
+            await refusal(scope, found)(scope, receive, send)
 
 
 def _digest(key: bytes) -> bytes:

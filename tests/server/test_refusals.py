@@ -463,7 +463,7 @@ def test_a_stream_that_cannot_be_written_ends_as_streams_do(client, monkeypatch,
     *_, last, done, nothing = answer.text.split("\n\n")
     assert (answer.status_code, done, nothing) == (200, "data: [DONE]", "")
     assert json.loads(last.removeprefix("data: "))["error"]["code"] == 500
-    assert "a stream failed" in caplog.text and "JSON" in caplog.text
+    assert f"the stream of {answer.headers['request-id']} failed" in caplog.text and "JSON" in caplog.text
     assert client.refused(COMPLETION, {**body, "stream": False}, 500)["type"] == "server_error"
 
 
@@ -597,6 +597,17 @@ def test_every_response_has_a_number(service, client):
         assert answer.headers["x-request-id"] == answer.headers["request-id"]
         numbers.add(answer.headers["x-request-id"])
     assert len(numbers) == 3
+
+
+def test_errors_about_messages_name_their_request(service, client, monkeypatch):
+    said = {"model": "tiny", "messages": [{"role": "user", "content": "ab ab"}], "max_tokens": 8}
+    locked = Client(create_app(service, name="tiny", keys=["one"], limits=LIMITS))
+    for answer in (client.post("/v1/messages", {}), locked.post("/v1/messages", said)):
+        assert answer.json()["request_id"] == answer.headers["request-id"]
+    monkeypatch.setattr(PromptLookup, "propose", lambda self, rows: 1 / 0)
+    stream = client.post("/v1/messages", {**said, "stream": True})
+    *_, last, _ = stream.text.split("\n\n")
+    assert json.loads(last.partition("data: ")[2])["request_id"] == stream.headers["request-id"]
 
 
 def test_a_wrong_key_is_not_called_a_missing_one(service):

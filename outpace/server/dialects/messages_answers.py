@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from outpace.engine.results import Result
@@ -63,7 +63,7 @@ class MessagesWriter(BlockWriter):
         return {**whole, "metrics": self._metrics([result]), "lossless": self.lossless}
 
     def fault(self, error: ApiError) -> Json:
-        return error_of(error.body(), error.status_code)
+        return error_of(error, self.number)
 
     def _message_of(self, content: list[Json], reason: str | None, text: str | None, usage: Json) -> Json:
         return {
@@ -120,21 +120,25 @@ def _shown(block: Block, empty: bool = False) -> Json:
     }
 
 
-def error_of(body: Json, status: int) -> Json:
-    """An error of ours in this form; ``param`` stays, for programs that know it."""
-    error = body["error"]
+def error_of(error: ApiError, number: str | None) -> Json:
+    """An error of ours in this form; ``param`` stays, for programs that know it.
+
+    Args:
+        number: of the request.
+    """
+    status, body = error.status_code, error.body()["error"]
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
-    told = {"type": kind, **{key: error[key] for key in ("message", "param", "code")}}
-    return {"type": "error", "error": told, "request_id": None}
+    told = {"type": kind, **{key: body[key] for key in ("message", "param", "code")}}
+    return {"type": "error", "error": told, "request_id": number}
 
 
-def in_form(path: str, body: Json, status: int) -> Json:
+def in_form(scope: Mapping[str, Any], error: ApiError) -> Json:
     """An error as the path that it belongs to tells errors."""
+    path = scope["path"]
     own = path == PATH or path.startswith(f"{PATH}/")
-    return error_of(body, status) if own else body
+    return error_of(error, scope.get("number")) if own else error.body()
 
 
-def refusal(path: str, error: ApiError) -> JsonResponse:
-    """An error as the answer to a request to this path."""
-    told = in_form(path, error.body(), error.status_code)
-    return JsonResponse(told, error.status_code, error.headers)
+def refusal(scope: Mapping[str, Any], error: ApiError) -> JsonResponse:
+    """An error as the answer to this request."""
+    return JsonResponse(in_form(scope, error), error.status_code, error.headers)
