@@ -113,11 +113,6 @@ def train(
 
         check_destination(out)
     engine = model.load(drafter="none")
-    if engine.target.tokenizer is not None and engine.target.tokenizer.chat_template is None:
-        raise RequestError(
-            f"{engine.target.name} has no chat template, in which prompts are asked; "
-            "put one into its folder as chat_template.jinja"
-        )
 
     from outpace.train.pipeline import Pipeline, made_to_json, work_folder
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError, shown
+from outpace.models.base import Target
 from outpace.models.prompts import encode_within
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
@@ -81,6 +82,15 @@ class GenerateConfig:
             name: getattr(self, name)
             for name in ("answers", "greedy", "coolest", "hottest", "max_new_tokens", "max_prompt", "seed")
         }
+
+
+def check_chat(target: Target) -> None:
+    """Raise RequestError if the target has no chat template, in which prompts are asked."""
+    if target.tokenizer is not None and target.tokenizer.chat_template is None:
+        raise RequestError(
+            f"{target.name} has no chat template, in which prompts are asked; "
+            "put one into its folder as chat_template.jinja"
+        )
 
 
 @dataclass(frozen=True, slots=True)

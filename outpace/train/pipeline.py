@@ -41,7 +41,7 @@ from outpace.train.batches import Batches, Features, Split
 from outpace.train.corpus import CorpusPrompt, Source
 from outpace.train.distributed import check_device
 from outpace.train.features import FeatureStore
-from outpace.train.generate import generate_answers
+from outpace.train.generate import check_chat, generate_answers
 from outpace.train.install import check_destination, install_folder
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
@@ -109,9 +109,9 @@ class Pipeline:
 
         Raises:
             ModelError: the target cannot serve this method.
-            RequestError: neither prompts nor answers; a training that was stopped is there and
-                ``resume`` is not given, or the reverse; ``out`` holds more than a drafter, or the
-                work folder; a process of several without a GPU of its own.
+            RequestError: neither prompts nor answers, or no chat template to ask prompts in; a training
+                that was stopped is there and ``resume`` is not given, or the reverse; ``out`` holds
+                more than a drafter, or the work folder; a process of several without a GPU of its own.
         """
         self.engine, self.options, self.say = engine, options, say
         self.target = engine.target
@@ -163,7 +163,9 @@ class Pipeline:
         method = self.options.method
         for folder in () if self.start is None else (self.start, *self.mean_with):
             read_config(find(method, self.target, str(folder)), self.target, method)
-        if not self.prompts and self.stored is None:
+        if self.prompts:
+            check_chat(self.target)
+        elif self.stored is None:
             raise RequestError(
                 f"no prompts, and {self.work / 'tokens'} holds no answers yet; give files with "
                 "--prompts or --texts, or --self-prompts N"

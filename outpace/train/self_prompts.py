@@ -19,6 +19,7 @@ from outpace.errors import ModelError, OutpaceError
 from outpace.files import parse_json, write_whole
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import Message
+from outpace.train.generate import check_chat
 from outpace.train.progress import Reporter, Say
 
 _MARK = "MARKMARK"
@@ -86,6 +87,7 @@ def user_turn(engine: Engine, before: Sequence[Message] = (), said: str = "") ->
     tokenizer = engine.target.tokenizer
     if tokenizer is None:
         raise ModelError(f"{engine.target.name} has no tokenizer; give files with --prompts")
+    check_chat(engine.target)
     text = tokenizer.chat_text([*before, {"role": "user", "content": _MARK}], generation_prompt=False)
     opening, found, after = text.partition(_MARK)
     if not found or not after.strip():

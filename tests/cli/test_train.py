@@ -194,9 +194,10 @@ def test_a_model_without_chat_template_is_refused_before_it_answers(
     outpace, prompts, data_folder, tmp_path, monkeypatch
 ):
     monkeypatch.setattr("outpace.models.tiny._TEMPLATE", None)
-    ran = train(outpace, "--prompts", prompts, "--work", str(tmp_path / "work"), "--dry-run")
-    assert ran.code == 2 and "tiny:7 has no chat template, in which prompts are asked" in ran.err
-    assert len(ran.err.strip().splitlines()) == 1 and not (tmp_path / "work").exists()
+    for given in (("--prompts", prompts), ("--self-prompts", "4")):
+        ran = train(outpace, *given, "--work", str(tmp_path / "work"), "--dry-run")
+        assert ran.code == 2 and "tiny:7 has no chat template, in which prompts are asked" in ran.err
+        assert len(ran.err.strip().splitlines()) == 1 and not (tmp_path / "work").exists()
 
 
 def test_help_shows_examples(outpace):

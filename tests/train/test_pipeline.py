@@ -77,6 +77,13 @@ def test_the_provenance_tells_everything(made):
     assert json.dumps(made_to_json(result))
 
 
+def test_a_chat_template_is_needed_for_prompts_alone(engine, made, monkeypatch):
+    monkeypatch.setattr(engine.target.tokenizer, "chat_template", None)
+    with pytest.raises(RequestError, match="tiny has no chat template"):
+        Pipeline(engine, OPTIONS, prompts=PROMPTS, work=made[0].work)
+    Pipeline(engine, OPTIONS, work=made[0].work)
+
+
 def test_nothing_is_left_to_resume_after_the_end(engine, made):
     pipeline, _ = made
     assert checkpoint.latest(pipeline.folder) is None

@@ -164,7 +164,9 @@ def test_what_cannot_be_is_refused(engine, tmp_path):
     dumb = types.SimpleNamespace(target=types.SimpleNamespace(name="m", tokenizer=None))
     with pytest.raises(ModelError, match="m has no tokenizer"):
         user_turn(dumb)
-    plain = types.SimpleNamespace(chat_text=lambda messages, **_: messages[0]["content"].upper())
+    plain = types.SimpleNamespace(
+        chat_template="", chat_text=lambda messages, **_: messages[0]["content"].upper()
+    )
     other = types.SimpleNamespace(target=types.SimpleNamespace(name="m", tokenizer=plain))
     with pytest.raises(ModelError, match="shows no end"):
         user_turn(other)
