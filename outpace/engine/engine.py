@@ -117,6 +117,8 @@ class Engine:
         target.drafter_anyway = drafter_anyway
         engine = cls(target, drafter, allow_lossy=allow_lossy, draft_model=draft_model)
         engine.costs.later(partial(recall, target, engine.costs))
+        if draft_model is not None:
+            _ = engine.method().members  # so that what is wrong with it is said now
         return engine
 
     def remember(self) -> None:

@@ -5,8 +5,8 @@
     auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
 
 Members are loaded when the first request comes, so that an engine with `auto` is ready as soon as
-its target is. All of them follow the text from its beginning, whoever drafts; a member that was
-not picked costs that much and no more.
+its target is; with a draft model of the user's, when the engine is. All of them follow the text from
+its beginning, whoever drafts; a member that was not picked costs that much and no more.
 
 Lookups that nobody asked for, and trees that grow by price, may be larger than by themselves. The policy
 knows what a row costs here: it cuts a draft that does not pay, but cannot make one longer. Of those lookups,

@@ -113,6 +113,11 @@ def test_a_draft_model_of_the_users_takes_part():
     ]
 
 
+def test_a_draft_model_that_is_not_there_is_told_when_the_engine_loads():
+    with pytest.raises(UnknownNameError, match="unknown model 'wrong'"):
+        Engine.load("tiny", draft_model="wrong")
+
+
 def test_members_are_loaded_with_the_first_request(monkeypatch):
     loaded = []
     load = Suffix.load.__func__
