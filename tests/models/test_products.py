@@ -126,7 +126,8 @@ def test_sums_of_whole_numbers_are_exact(kind):
     x[:, ::32], x[0], x[1], x[2, ::2] = top, top, -top, -top
     got = Product([store_rows(kind, raw, 256)], None)(x)
     want = x.double() @ dense.double().T
-    assert ((got - want).norm() / want.norm()) < 2e-7
+    # Scales and the sum of 8 blocks are of float32: 2^-24 for each operation that the compiler does not fuse.
+    assert ((got - want).norm() / want.norm()) < 5e-7
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0", "Q6_K"])
