@@ -106,30 +106,18 @@ def plan(
         ]
     tried = [one.priced(costs) if costs else one for one in (found, *more)]
     found = tried[0]
-    rows = []
-    promised = [one.predicted() for one in tried]
-    for kind in promised[0]:
-        # Where no inner level reviews, the strict probe alone saw what will be drafted.
-        usable = [i for i in range(len(tried)) if i == 0 or not _strict(promised[i][kind][0])]
-        at = max(usable, key=lambda i: (promised[i][kind][1].speedup, -i))
-        rows.append(_row(planner, kind, tried[at], *promised[at][kind]))
-    for text in k or ():
-        given = planner.read_k(text)
-        fit = tried[:1] if _strict(given) else tried
-        one = max(fit, key=lambda one: one.predict(given).speedup)
-        rows.append(_row(planner, "given", one, given, one.predict(given)))
+    rows = [
+        *_best_rows(planner, tried),
+        *(_given_row(planner, tried, planner.read_k(text)) for text in k or ()),
+    ]
+    specs = [planner.spec_of(levels, planner.read_k(row["k"]), row["lenience"]) for row in rows]
     if measure:
-        specs = [planner.spec_of(levels, planner.read_k(row["k"]), row["lenience"]) for row in rows]
+        once = list(dict.fromkeys(specs))
         with show.progress(len(held_out), "prompts") as tick:
-            gains = planner.speedup(engine, list(dict.fromkeys(specs)), held_out, **settings, tick=tick)
-        by_spec = dict(zip(dict.fromkeys(specs), gains, strict=True))
-        shares = [cost_(1.0) for cost_ in found.ladder.seconds[1:]]
-        for row, spec in zip(rows, specs, strict=True):
-            real = by_spec[spec]
-            row["measured"] = real.standard(shares) if costs else real.speedup
-            row["measured_emitted"], row["measured_seconds"] = real.emitted, real.seconds
-            row["error"] = row["predicted"] / row["measured"] - 1
-    best = max(rows, key=lambda row: row["predicted"])
+            gains = planner.speedup(engine, once, held_out, **settings, tick=tick)
+        shares = [seconds(1.0) for seconds in found.ladder.seconds[1:]] if costs else None
+        _add_measured(rows, [gains[once.index(spec)] for spec in specs], shares)
+    best = max(range(len(rows)), key=lambda i: rows[i]["predicted"])
     report = {
         **planner.as_json(found),
         "workload": texts.workload,
@@ -139,16 +127,55 @@ def plan(
         "leniences": list(leniences),
         "costs": {str(parts[level - 1]): share for level, share in costs.items()},
         "configurations": rows,
-        "best": planner.spec_of(levels, planner.read_k(best["k"]), best["lenience"]),
-        "undecided": [
-            row["kind"]
-            for row in rows
-            if row is not best
-            and row["predicted"] * (1 + (row["spread"] or 0))
-            > best["predicted"] * (1 - (best["spread"] or 0))
-        ],
+        "best": specs[best],
+        "undecided": _undecided(rows, rows[best]),
     }
     show.finish(report, as_json, lambda: show_report(method, found, report, measure), out, method)
+
+
+def _best_rows(planner: Any, tried: Sequence[Any]) -> list[dict[str, Any]]:
+    """The best K of every arrangement, with the lenience that promises most.
+
+    Args:
+        tried: what was found with each lenience, the strict one first.
+    """
+    rows = []
+    promised = [one.predicted() for one in tried]
+    for kind in promised[0]:
+        # Where no inner level reviews, the strict probe alone saw what will be drafted.
+        usable = [i for i in range(len(tried)) if i == 0 or not _strict(promised[i][kind][0])]
+        at = max(usable, key=lambda i: (promised[i][kind][1].speedup, -i))
+        rows.append(_row(planner, kind, tried[at], *promised[at][kind]))
+    return rows
+
+
+def _given_row(planner: Any, tried: Sequence[Any], k: list[list[int]]) -> dict[str, Any]:
+    """A K that the user asks for, with the lenience that promises most."""
+    fit = tried[:1] if _strict(k) else tried
+    one = max(fit, key=lambda one: one.predict(k).speedup)
+    return _row(planner, "given", one, k, one.predict(k))
+
+
+def _add_measured(rows: list[dict[str, Any]], gains: Sequence[Any], shares: list[float] | None) -> None:
+    """Add to every configuration what it brought.
+
+    Args:
+        shares: the cost of every level where the user prices some; None: as it was timed.
+    """
+    for row, real in zip(rows, gains, strict=True):
+        row["measured"] = real.speedup if shares is None else real.standard(shares)
+        row["measured_emitted"], row["measured_seconds"] = real.emitted, real.seconds
+        row["error"] = row["predicted"] / row["measured"] - 1
+
+
+def _undecided(rows: list[dict[str, Any]], best: dict[str, Any]) -> list[str]:
+    """Configurations that are as good as the best one, within the errors."""
+    least = best["predicted"] * (1 - (best["spread"] or 0))
+    return [
+        row["kind"]
+        for row in rows
+        if row is not best and row["predicted"] * (1 + (row["spread"] or 0)) > least
+    ]
 
 
 def _strict(k: list[list[int]]) -> bool:
