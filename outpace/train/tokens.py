@@ -1,8 +1,9 @@
 """Sequences of token ids on disk: prompts with the answers that the target gave to them.
 
-A store is a folder. `manifest.json` says what is in it and names its shards; a shard that the
-manifest does not name does not count. Both are written beside their place and then renamed, so a
-process may be killed at any time and loses what it had not yet appended, never what it had.
+A store is a folder. `manifest.json` says what is in it and names its shards, with digests of them and
+of itself; a shard that the manifest does not name does not count. Both are written beside their place
+and then renamed, so a process may be killed at any time and loses what it had not yet appended, never
+what it had.
 
 Shape letters: S sequences, T tokens of all of them, N = S + 1.
 """
@@ -115,6 +116,11 @@ class TokenStore:
             raise RequestError(
                 f"{folder} holds no manifest.json; give a folder of generated tokens"
             ) from None
+        said = manifest.pop("sha256", None)  # stores of earlier releases have none
+        if said not in (None, _digest(_as_text(manifest).encode())):
+            raise OutpaceError(
+                f"{path} is corrupt (its sha256 is not its content's); delete {folder} and generate anew"
+            )
         for count in manifest["counts"].values():
             if type(count) is not int:
                 raise OutpaceError(
@@ -256,8 +262,8 @@ class TokenStore:
             ) from None
 
     def _write_manifest(self) -> None:
-        text = json.dumps(self._manifest, indent=1, sort_keys=True)
-        write_whole(self.folder / "manifest.json", text)
+        own = _digest(_as_text(self._manifest).encode())
+        write_whole(self.folder / "manifest.json", _as_text({**self._manifest, "sha256": own}))
 
 
 def held_out(ids: Sequence[int] | NDArray[np.int32]) -> bool:
@@ -275,6 +281,10 @@ def _held_out(shard: Mapping[str, NDArray[Any]]) -> NDArray[np.bool_]:
         for a, b, prompt in zip(start_N[:-1], start_N[1:], shard["prompt_S"], strict=True)
     ]
     return np.array(flags, dtype=np.bool_)
+
+
+def _as_text(manifest: Mapping[str, Any]) -> str:
+    return json.dumps(manifest, indent=1, sort_keys=True)
 
 
 def _digest(data: bytes) -> str:

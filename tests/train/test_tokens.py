@@ -90,6 +90,22 @@ def test_damage_is_named(tmp_path):
         TokenStore.open(tmp_path / "nothing")
 
 
+def test_a_manifest_that_was_changed_is_named(tmp_path):
+    make(tmp_path)
+    path = tmp_path / "manifest.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content))
+    assert len(TokenStore.open(tmp_path)) == 5, "its form does not matter"
+    content["counts"]["tokens"] += 1
+    path.write_text(json.dumps(content))
+    with pytest.raises(OutpaceError, match=r"manifest.json is corrupt \(its sha256"):
+        TokenStore.open(tmp_path)
+    content["counts"]["tokens"] -= 1
+    del content["sha256"]
+    path.write_text(json.dumps(content))
+    assert len(TokenStore.open(tmp_path)) == 5, "as earlier releases wrote it"
+
+
 def test_another_target_is_refused_by_name(tmp_path):
     make(tmp_path)
     with pytest.raises(ModelError, match="answers of tiny"):
