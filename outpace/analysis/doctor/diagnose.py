@@ -76,15 +76,9 @@ def diagnose(
     parsed = MethodSpec.parse(spec)
     to = Diagnosis(engine.target.name, str(parsed))
     tick("drafter", 0)
-    try:
-        method = engine.method(spec)
-    except SpecError as error:
-        raise RequestError(str(error)) from error
-    except ModelError as error:
-        to.find("cannot_load", "the drafter cannot be loaded", str(error), "see the message")
+    method = _loaded(engine, spec, to)
+    if method is None:
         return to
-    if not isinstance(method, SingleMethod) or parsed.name == "none":
-        raise RequestError(f"--drafter must name one drafter to look at, got {spec}")
     drafter = drafter or method.drafter
     folder = folders.folder_of(parsed, engine.target)
     taps = frozenset(layer_taps(engine.target)) | drafter.traits.taps if drafter.traits.taps else frozenset()
@@ -98,16 +92,7 @@ def diagnose(
     usual = probe.ask(drafter, depth=DEPTH)
     _first_guesses(usual, to)
     tick("changes", 1)
-    with trials.work_folder() as work:
-        changes = [
-            *trials.of_features(drafter.traits.taps, engine.target.num_layers),
-            *trials.of_settings(parsed, probe, folder, Path(work)),
-        ]
-        to.trials = trials.run(changes, probe, drafter, usual)
-        if to.low and not _cured(to):
-            found = trials.search(probe, drafter)
-            to.trials += trials.run([found] if found is not None else [], probe, drafter, usual)
-    _tell_cure(to)
+    _changes(engine, parsed, drafter, probe, folder, usual, to)
     tick("long contexts", 1)
     _contexts(engine, drafter, folder, prompts, max_new_tokens, usual, to)
     if to.low and not to.findings and exact is not None:
@@ -126,6 +111,42 @@ def diagnose(
         )
     tick("costs", 1)
     return to
+
+
+def _loaded(engine: Engine, spec: str, to: Diagnosis) -> SingleMethod | None:
+    """The drafter to look at; None: it cannot be loaded, which is the finding."""
+    try:
+        method = engine.method(spec)
+    except SpecError as error:
+        raise RequestError(str(error)) from error
+    except ModelError as error:
+        to.find("cannot_load", "the drafter cannot be loaded", str(error), "see the message")
+        return None
+    if not isinstance(method, SingleMethod) or MethodSpec.parse(spec).name == "none":
+        raise RequestError(f"--drafter must name one drafter to look at, got {spec}")
+    return method
+
+
+def _changes(
+    engine: Engine,
+    spec: MethodSpec,
+    drafter: Drafter[Any],
+    probe: Probe,
+    folder: Path | None,
+    usual: Sequence[Asked],
+    to: Diagnosis,
+) -> None:
+    """Change one thing at a time, and say which change helps."""
+    with trials.work_folder() as work:
+        changes = [
+            *trials.of_features(drafter.traits.taps, engine.target.num_layers),
+            *trials.of_settings(spec, probe, folder, Path(work)),
+        ]
+        to.trials = trials.run(changes, probe, drafter, usual)
+        if to.low and not _cured(to):
+            found = trials.search(probe, drafter)
+            to.trials += trials.run([found] if found is not None else [], probe, drafter, usual)
+    _tell_cure(to)
 
 
 def _first_guesses(usual: Sequence[Asked], to: Diagnosis) -> None:
