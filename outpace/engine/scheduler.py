@@ -113,20 +113,20 @@ class Scheduler:
             prefill(self.machine, part, ends)
         for row in part:
             self._wake(row)
-        return self._left(part)
+        return self._without_finished(part)
 
     def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
         with _UNCHANGED if torch.is_inference_mode_enabled() else self._mode:
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
-        return self._left(rows)
+        return self._without_finished(rows)
 
     def _wake(self, row: ActiveSequence) -> None:
         if row.behind and self.machine.cache.length(row.slot) == row.goal:
             row.behind, row.members = False, row.all_members
 
-    def _left(self, part: list[ActiveSequence]) -> list[ActiveSequence]:
+    def _without_finished(self, part: list[ActiveSequence]) -> list[ActiveSequence]:
         if any(row.finished for row in part):
             self.active = [row for row in self.active if not row.finished]
         return part
