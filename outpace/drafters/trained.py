@@ -128,13 +128,14 @@ def about(target: Target) -> dict[str, Any]:
 
 def likeness(target: Target) -> Likeness | None:
     """Shape and a sample of the target's weights; None where they cannot be read by name."""
-    mine: Likeness | None = getattr(getattr(target, "checkpoint", target), "likeness", None)
+    weights = target.checkpoint if isinstance(target, Decoder) else target
+    mine: Likeness | None = getattr(weights, "likeness", None)  # transformers' models have it, tables not
     return mine
 
 
 def trained_exits(target: Target) -> tuple[int, ...]:
     """Layers after which the target was trained to be left, as its config.json says; ascending."""
-    exits = getattr(getattr(target, "checkpoint", None), "exits", ())
+    exits = target.checkpoint.exits if isinstance(target, Decoder) else ()
     return tuple(one for one in exits if one < target.num_layers)
 
 
