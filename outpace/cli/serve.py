@@ -22,6 +22,7 @@ from outpace.serving.keyed import check_stores
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
     from outpace.serving.learning import Learner
+    from outpace.serving.service import Service
 
 _server = partial(option, panel="Server")
 _limits = partial(option, panel="Limits")
@@ -185,13 +186,7 @@ def serve(
             learn_share=learn_share,
             share_across_keys=share_across_keys,
         )
-    if service.longest < engine.target.max_positions:
-        show.note(
-            f"outpace: memory for keys and values holds texts of at most {service.longest} "
-            f"tokens, of a context of {engine.target.max_positions}; --pages may give more"
-        )
-    if learner is not None:
-        show.note(f"outpace: {learner.spec} learns from this traffic; versions in {learner.folder}")
+    note_limits(service, learner)
     if not keys and not is_loopback(host):
         show.note(
             f"outpace: anyone who reaches {host} port {port} can use this server; "
@@ -209,6 +204,18 @@ def serve(
         limits=limits,
         thinking_marks=thinking_mark or [],
     )
+
+
+def note_limits(service: Service, learner: Learner | None) -> None:
+    """Say what memory does not hold, and what learns."""
+    longest, most = service.longest, service.engine.target.max_positions
+    if longest < most:
+        show.note(
+            f"outpace: memory for keys and values holds texts of at most {longest} "
+            f"tokens, of a context of {most}; --pages may give more"
+        )
+    if learner is not None:
+        show.note(f"outpace: {learner.spec} learns from this traffic; versions in {learner.folder}")
 
 
 def check_origins(origins: list[str]) -> None:
