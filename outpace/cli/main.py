@@ -61,7 +61,9 @@ def _say_version(wanted: bool) -> None:
 def _whole(
     version: Annotated[
         bool,
-        typer.Option("--version", callback=_say_version, is_eager=True, help="Print the version and leave."),
+        typer.Option(
+            "--version", callback=_say_version, is_eager=True, metavar="", help="Print the version and leave."
+        ),
     ] = False,
 ) -> None:
     """Take the options that stand before a command."""

@@ -67,6 +67,8 @@ writes_file = partial(output, check=show.check_file, metavar="FILE")
 AS_JSON = output(False, "Print one JSON object.", "--json")
 _sampling = partial(option, panel="Sampling")
 _end = partial(option, panel="Length and stopping")
+_METAVAR = {int: "N", int | None: "N", bool: "", bool | None: ""}
+"""What the help calls a value, by its type; a switch has none."""
 
 
 def spread(command: Callable[..., T]) -> Callable[..., T]:
@@ -88,7 +90,7 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
         if (check := made.pop("check")) is not None:
             checks.append((name, check))
         shown = made.pop("shown")
-        made = {"metavar": "N"} | made if hint in (int, int | None) else made
+        made.setdefault("metavar", _METAVAR.get(hint))
         shape = typer.Option(
             *names,
             help=made.pop("help").replace("[", r"\["),

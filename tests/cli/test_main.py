@@ -205,6 +205,12 @@ def test_the_help_names_the_default_drafter(outpace):
     assert f"[default: ({DEFAULT_DRAFTER})]" in outpace("generate", "--help").out
 
 
+@pytest.mark.parametrize("command", OPTIONS)
+def test_the_help_gives_a_switch_no_value(outpace, command):
+    lines = outpace(*command.split(), "--help").out.splitlines()
+    assert not [line for line in lines if "<bool>" in line and "--help" not in line]
+
+
 def test_version(outpace):
     ran = outpace("--version")
     assert (ran.code, ran.out) == (0, f"outpace {package.__version__}\n")
