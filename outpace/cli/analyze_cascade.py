@@ -270,7 +270,8 @@ def show_report(method: str, found: Any, report: dict[str, Any], measured: bool)
         numbers=counts,
     )
     held_out = f", measured on {show.count(report['held_out'], 'other text')}" if measured else ""
-    priced = f", with a pass of {report['costs']} by hand" if report["costs"] else ""
+    prices = " and ".join(f"{level} at {share:g}" for level, share in report["costs"].items())
+    priced = f", with {prices} of a pass of the target" if prices else ""
     show.write(f"\nSpeed-up over plain decoding{priced}{held_out}\n")
     names = {"emitted": "emitted"}
     if measured:

@@ -43,7 +43,7 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
     got = json.loads(ran.out)
     assert json.loads((tmp_path / "report/cascade.json").read_text()) == got
     kinds = [row["kind"] for row in got["configurations"]]
-    assert kinds == ["model alone", "vertical", "horizontal", "both", "MaxGram alone", "given"]
+    assert kinds == ["model alone", "vertical", "horizontal", "both", "max_gram alone", "given"]
     assert got["prompts"] == 2 and got["held_out"] == 1
     for row in got["configurations"]:
         assert row["predicted"] > 0 and row["measured"] > 0
@@ -51,9 +51,9 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
         assert row["seconds"] > 0 and row["measured_seconds"] > 0
         assert row["error"] == pytest.approx(row["predicted"] / row["measured"] - 1)
     by_kind = {row["kind"]: row for row in got["configurations"]}
-    cascades = [row["predicted"] for row in got["configurations"] if row["kind"] != "MaxGram alone"]
+    cascades = [row["predicted"] for row in got["configurations"] if row["kind"] != "max_gram alone"]
     assert by_kind["both"]["predicted"] == max(cascades)
-    assert by_kind["MaxGram alone"]["k"].startswith("0,") and by_kind["MaxGram alone"]["steps"] == [0.0]
+    assert by_kind["max_gram alone"]["k"].startswith("0,") and by_kind["max_gram alone"]["steps"] == [0.0]
     assert "," not in by_kind["vertical"]["k"] and "/" not in by_kind["horizontal"]["k"]
     assert by_kind["given"]["k"] == "2,4/3"
     assert got["leniences"] == [1.0, 2.0, 4.0] and by_kind["horizontal"]["lenience"] == 1.0
@@ -61,7 +61,7 @@ def test_prediction_and_measurement_stand_side_by_side(outpace, tmp_path):
     assert got["best"].startswith(f"cascade[levels={LEVELS} k=")
     pairs = {(one["reviewer"], one["level"]) for one in got["acceptance"]}
     small = "tiny[layers=0]"
-    assert pairs == {("tiny", small), ("tiny", "MaxGram"), (small, "MaxGram")}
+    assert pairs == {("tiny", small), ("tiny", "max_gram"), (small, "max_gram")}
     for one in got["acceptance"]:
         assert one["drafts"] > 0
         assert all(1 >= a >= b >= 0 for a, b in zip(one["kept"], one["kept"][1:], strict=False))
@@ -76,7 +76,7 @@ def test_costs_by_hand_and_lenience(outpace):
     for row in got["configurations"]:
         assert row["lenience"] == (3.0 if "/" in row["k"] else 1.0), "only inner levels are lenient"
     for row in got["configurations"]:
-        alone = row["kind"] == "MaxGram alone"
+        alone = row["kind"] == "max_gram alone"
         assert row["measured"] == pytest.approx(row["measured_emitted"]) if alone else row["measured"] > 0
 
 
@@ -99,7 +99,13 @@ def test_the_tables(outpace):
     assert ran.code == 0, ran.err
     for words in ("Share of guesses kept", "Milliseconds of a step", "predicted", "best: cascade["):
         assert words in ran.out
-    assert "measured" not in ran.out
+    assert "measured" not in ran.out and "max_gram alone" in ran.out
+
+
+def test_prices_by_hand_are_told_in_words(outpace):
+    ran = outpace(*FEW, "--cost", "draft=0.15")
+    assert ran.code == 0, ran.err
+    assert " at 0.15 of a pass of the target\n" in ran.out and "{" not in ran.out
 
 
 @pytest.mark.parametrize(

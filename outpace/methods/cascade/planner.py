@@ -21,6 +21,7 @@ from outpace.analysis import cost
 from outpace.analysis.theory import Ladder, Prediction, best_alone, best_k, predict
 from outpace.analysis.theory import break_even as break_even
 from outpace.analysis.theory import closed as closed
+from outpace.drafters.parts import split_parts
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.methods.cascade.check import check_levels as check_levels
@@ -153,7 +154,7 @@ def measure(
         )
     names = (engine.target.name, *(level.model.name for level in probe.models))
     if probe.lookup is not None:
-        names = (*names, type(probe.lookup.drafter).__name__)
+        names = (*names, split_parts(levels, "a cascade")[-1].name)
     if base is not None:
         seconds = base.ladder.seconds
     else:
