@@ -40,8 +40,9 @@ def export(source: Path, form: str, out: Path, target: Target, verifier: str | N
     file = read_block_drafter(source, target, method)
     shape = file.shape
     if shape.mask is None or method not in _CLASSES:
-        what = "rows that are no masks" if method in _CLASSES else f"drafters of {method}"
-        raise ModelError(f"{source}: {form} cannot say {what}")
+        seeds = "rows of masks alone; train it with --set rows=masks"
+        takes = seeds if method in _CLASSES else f"{' and '.join(_CLASSES)} alone, not {method}"
+        raise ModelError(f"{source}: the format {form} takes {takes}")
     more: dict[str, object] = {}
     tensors = {name: one.to(DTYPE) for name, one in file.tensors.items()}
     if method != "dspark":  # its class alone has a confidence head

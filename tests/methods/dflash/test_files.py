@@ -67,7 +67,7 @@ def test_what_is_exported_is_read_back(target, tmp_path, method):
 
 def test_what_no_format_can_say_is_refused(target, tmp_path):
     seeds = saved(target, tmp_path / "seeds", rows="seeds")
-    with pytest.raises(ModelError, match="cannot say rows that are no masks"):
+    with pytest.raises(ModelError, match="takes rows of masks alone; train it with --set rows=masks"):
         export(seeds, "speculators", tmp_path / "out", target, "owner/model")
 
 
