@@ -51,12 +51,12 @@ def _command(kind: str) -> Callable[..., None]:
         *,
         model: str = option(
             "smollm2-135m",
-            "The model whose tokens are counted: name, folder, GGUF file, or hub id.",
+            "The model that the file is for: name, folder, GGUF file, or hub id.",
             "-m",
             metavar="M",
         ),
         out: Path | None = writes_file(
-            None, "The file to write.", "-o", shown="where the drafter looks, if it does"
+            None, "The file to write.", "-o", shown="the drafter's usual place; needed where it has none"
         ),
         as_json: bool = AS_JSON,
     ) -> None:
