@@ -12,9 +12,7 @@ from outpace.sampling import TokenLogprobs
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Counters:
-    """What speculation did for one sequence. The token that prefill yields is in ``new_tokens``
-    alone: ``mean_emitted = (new_tokens - 1) / passes``.
-    """
+    """What speculation did for one sequence. The token that prefill yields is in ``new_tokens`` alone."""
 
     new_tokens: int = 0
     passes: int = 0
@@ -113,6 +111,7 @@ class Result:
             "passes": c.passes,
             "drafted": c.drafted,
             "accepted": c.accepted,
+            "forced": c.forced,
             "mean_emitted": c.mean_emitted,
             "acceptance_rate": c.acceptance_rate,
             "drafted_at": list(c.drafted_at),

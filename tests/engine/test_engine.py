@@ -143,6 +143,7 @@ def test_counters_add_up(engine):
     assert c.accepted == sum(c.accepted_at) and c.accepted <= sum(c.drafted_at)
     assert 0.0 <= c.acceptance_rate <= 1.0
     assert result.to_json()["mean_emitted"] == c.mean_emitted
+    assert set(c.__dataclass_fields__) <= set(result.to_json()), "as docs/json.md says of its first table"
 
 
 @pytest.mark.parametrize(
