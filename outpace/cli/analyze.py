@@ -90,6 +90,7 @@ def acceptance(
     """Compare what verifiers keep at one position with the most that any could.
 
     The model answers prompts plainly. At every position p and q are compared for 1 to 8 drafts.
+    Rules for three drafts and more without replacement are sampled, so they may seem to exceed the bound.
     """
     at_least(3, "--max-new-tokens", max_new_tokens, UNDRAFTED)
     drafter = known(drafter)
