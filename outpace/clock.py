@@ -40,11 +40,15 @@ class StepClock:
     def __init__(self, target: PassClock, drafters: Iterable[PassClock]) -> None:
         self.seconds: dict[str, float] = {}
         self.passes: dict[str, float] = {}
-        self.draft_levels = 0
+        self.draft_levels, self.preview = 0, 0.0
         self._target = target
         # A target that drafts for itself has one clock: the verb tells for whom it ran.
         self._drafters = list({id(clock): clock for clock in drafters}.values())
         self._then = self._now()
+
+    def previewed(self) -> None:
+        """Say that the drafts that a policy is shown are made."""
+        self.preview = time.perf_counter() - self._then[0]
 
     def lap(self, verb: str) -> None:
         now, then = self._now(), self._then

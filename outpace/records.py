@@ -56,6 +56,8 @@ class StepRecord:
     """Whether the step fed prompts."""
     context: int = 0
     """Longest committed length among the sequences, tokens."""
+    preview_seconds: float = 0.0
+    """Seconds of plan in which lookups made the drafts that the policy is shown."""
 
 
 @lru_cache(1024)

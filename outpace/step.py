@@ -42,7 +42,7 @@ def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     holds before and after. A row whose own part breaks, from its verdict to its commit, fails alone.
     """
     clock = StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
-    plans, views, made_B = _plan(machine, rows)
+    plans, views, made_B = _plan(machine, rows, clock)
     clock.lap("plan")
     uncached_B = [
         machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
@@ -135,14 +135,14 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
 
 
 def _plan(
-    machine: Machine, rows: Sequence[StepSequence]
+    machine: Machine, rows: Sequence[StepSequence], clock: StepClock
 ) -> tuple[list[Plan], list[PolicyRow], list[dict[str, Draft]]]:
     """Have the policy plan; what drafters made for that is at hand afterwards."""
     load = Load(len(rows), _context(rows))
     room_B = [row.room() for row in rows]
-    made_B = foresee(
-        machine, rows, room_B, [machine.policy.wants_previews(row.policy_state, load) for row in rows]
-    )
+    wanted_B = [machine.policy.wants_previews(row.policy_state, load) for row in rows]
+    made_B = foresee(machine, rows, room_B, wanted_B)
+    clock.previewed()
     views = [
         PolicyRow(
             row.policy_state,
@@ -259,15 +259,9 @@ def _report(
         part, seen, emitted = parts[i], _evidence(outcome), outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
-    record = StepRecord(
-        machine.steps - 1,
-        tuple(records),
-        clock.seconds,
-        sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values()),
-        clock.passes,
-        clock.draft_levels,
-        prompt=all(outcome.forced for outcome in outcomes.values()),
-        context=_context([part.row for part in parts]),
-    )
+    passed = sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values())
+    spent = clock.seconds, passed, clock.passes, clock.draft_levels
+    prompt, context = all(o.forced for o in outcomes.values()), _context([part.row for part in parts])
+    record = StepRecord(machine.steps - 1, tuple(records), *spent, prompt, context, clock.preview)
     for listener in machine.listeners:
         listener(record)

@@ -136,8 +136,8 @@ class Watch:
         caught_up = inside.get("commit", 0.0)  # a drafter's model reads what was emitted
         self.draft_levels += record.draft_levels
         for verb, spent in (
-            ("plan", record.seconds["plan"]),
-            ("draft_host", record.seconds["draft"] - draft),
+            ("plan", record.seconds["plan"] - record.preview_seconds),
+            ("draft_host", record.seconds["draft"] - draft + record.preview_seconds),
             ("draft_pass", draft + caught_up),
             ("score_host", record.seconds["score"] - score),
             ("score_pass", score),

@@ -128,6 +128,14 @@ def test_steps_tell_passes_from_host_work(engine):
     assert sum(r.pass_seconds.get("draft", 0.0) for r in records) > 0
 
 
+def test_steps_tell_what_previews_take(engine):
+    records = []
+    with engine.listening(records.append):
+        engine.generate(PROMPTS[0], drafter="auto[drafters=suffix]", **MIXED)
+    told = [record for record in records if not record.prompt]
+    assert told and all(0 < record.preview_seconds < record.seconds["plan"] for record in told)
+
+
 @pytest.mark.parametrize("given", ["text", "ids"])
 def test_a_reference_reaches_the_drafter(monkeypatch, engine, given):
     seen = []
