@@ -77,7 +77,7 @@ def test_p_is_the_targets_law_after_the_path(temperature):
 
 @pytest.mark.parametrize(
     ("tree", "temperature"),
-    [("3x2", 0.0), ("dynamic tree_size=9", 0.0), ("3x2", 0.8), ("dynamic tree_size=9", 0.8)],
+    [("3x2", 0.0), ("dynamic:8:0 tree_size=9", 0.0), ("3x2", 0.8), ("dynamic:8:0 tree_size=9", 0.8)],
 )
 def test_a_model_that_drafts_for_itself_has_q_equal_to_p(engine, tree, temperature):
     trace = film(engine, f"{ITSELF} tree={tree}]", PROMPT, params(temperature))
