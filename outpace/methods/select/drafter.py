@@ -217,11 +217,11 @@ class Select(WrappingDrafter[_State]):
             if member.traits.samples and i != state.picked:
                 record.kept += FORGET * (KEPT - record.kept)
                 record.drafted += FORGET * (DRAFTED - record.drafted)
-            elif len(draft):
+            elif len(draft) or i == state.picked:  # one that was picked and is silent brought nothing
                 record.rate += RATE * (bool(kept) - record.rate)
                 if not verdict.censored:
                     record.kept += RATE * (len(kept) - record.kept)
-                    record.drafted += RATE * (max(draft.depth_N) - record.drafted)
+                    record.drafted += RATE * (max(draft.depth_N, default=0) - record.drafted)
 
     def mark(self, state: _State) -> list[Any]:
         marks = [m.mark(own) for m, own in zip(self.members, state.members, strict=True)]

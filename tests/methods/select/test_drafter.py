@@ -218,6 +218,13 @@ def test_a_sampling_member_drafts_where_lookups_are_silent(engine):
     assert engine.method(dear).drafter.clock.count <= 1 < result.counters.passes
 
 
+def test_a_sampling_member_that_is_silent_is_picked_no_more(engine, monkeypatch):
+    monkeypatch.setattr(DraftModel, "propose", lambda self, rows: [Draft() for _ in rows])
+    spec = f"select[members=suffix+{DRAFT} cost=0.05]"
+    result = engine.generate([77], drafter=spec, temperature=0, **CIRCLES)
+    assert result.counters.accepted > 0, "the lookup drafts in its place"
+
+
 def test_its_own_state_can_be_taken_back():
     drafter = Select(
         SelectConfig(members="a+b"), [Suffix(SuffixConfig()), PromptLookup(PromptLookupConfig())]
