@@ -38,6 +38,10 @@ class Request:
     the same key alone."""
 
 
+ONE_PASS = (0.1, 0.01)
+"""``Traits.level_D`` of drafters whose one pass makes all levels: further ones look up its rows."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
     """What a drafter says of itself, for the engine, policies and drafters made of others."""

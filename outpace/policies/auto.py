@@ -259,5 +259,7 @@ class Auto(Policy):
 
     def _here(self, state: State, name: str) -> float:
         """What chances by all texts are worth for this one; all of them count as a few guesses of it."""
-        one, all_texts, doubt = state.here.get(name), self._pool(state, name).ratio(KEPT), self.tuning.doubt
-        return 1.0 if one is None else (one.kept / all_texts + doubt) / (one.expected + doubt)
+        one, doubt = state.here.get(name), self.tuning.doubt
+        if one is None:
+            return 1.0
+        return (one.kept / self._pool(state, name).ratio(KEPT) + doubt) / (one.expected + doubt)

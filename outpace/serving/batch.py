@@ -164,7 +164,8 @@ class Batch:
         if not reading or not store.most or answer.request.prompt_logprobs is not None:
             return False
         source_of = self.engine.target.source_of
-        alike = (row for row in reading if row.request.key == key and source_of(row.tokens) == source_of(ids))
+        source, ours = source_of(ids), [row for row in reading if row.request.key == key]
+        alike = (row for row in ours if source_of(row.tokens) == source)
         same = max((shared_prefix(row.tokens, ids) for row in alike), default=0)
         return same // PAGE * PAGE > store.known(key, ids)
 

@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.drafters.base import Traits
+from outpace.drafters.base import ONE_PASS, Traits
 from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import FeatureDrafter, Followed, TrainedConfig
 from outpace.drafters.last_state import fitted_budget
@@ -68,11 +68,7 @@ class Dflash(BlockDrafter[Followed], FeatureDrafter[Followed]):
     cache: DenseCache
     most_waiting = _WAITING
     traits = Traits(
-        default_nodes=4,
-        default_tree=STOCK,
-        needs=frozenset({TAPS, HEAD}),
-        samples=True,
-        level_D=(0.1, 0.01),  # one pass, and further levels look up its rows
+        default_nodes=4, default_tree=STOCK, needs=frozenset({TAPS, HEAD}), samples=True, level_D=ONE_PASS
     )
 
     def __init__(self, file: BlockFile, target: Target, quantize: str | None = None) -> None:

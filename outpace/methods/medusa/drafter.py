@@ -27,6 +27,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from outpace.drafters.base import ONE_PASS
 from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import LastState
@@ -41,8 +42,7 @@ class Medusa(BlockDrafter[LastState], ResidualDrafter):
     """Drafts with heads that read the hidden state alone."""
 
     Config = TrainedConfig
-    # One pass, and further levels look up its rows.
-    traits = replace(ResidualDrafter.traits, level_D=(0.1, 0.01))
+    traits = replace(ResidualDrafter.traits, level_D=ONE_PASS)
 
     def __init__(self, heads: Heads, target: Target, quantize: str | None = None) -> None:
         ResidualDrafter.__init__(self, heads, target, quantize)

@@ -32,7 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import Request, Traits
+from outpace.drafters.base import ONE_PASS, Request, Traits
 from outpace.drafters.blocks import BlockDrafter
 from outpace.drafters.features import TrainedConfig
 from outpace.drafters.last_state import STOCK, fitted_budget
@@ -75,9 +75,9 @@ class Mtp(BlockDrafter[State]):
         self.tracks = Tracks(self.nets, shape.kind)
         self.traits = replace(self.traits, taps=frozenset({shape.base}))
         self.block = 1
-        if shape.kind == PARALLEL:  # one pass, and further levels look up its rows
+        if shape.kind == PARALLEL:
             self.block = shape.steps
-            self.traits = replace(self.traits, level_D=(0.1, 0.01))
+            self.traits = replace(self.traits, level_D=ONE_PASS)
         self.id_D = None if file.vocab is None else file.vocab.to_target_D.to(target.device)
         self._out_KRH: list[Tensor] = []
 

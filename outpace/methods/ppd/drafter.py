@@ -33,7 +33,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import Traits
+from outpace.drafters.base import ONE_PASS, Traits
 from outpace.drafters.riding import RidersMemo, RidingDrafter, RidingState
 from outpace.methods.ppd.files import Prompts, read_prompts
 from outpace.methods.ppd.trees import Rates, StateMachine, pass_seconds, solve
@@ -77,7 +77,7 @@ class Ppd(RidingDrafter):
         default_tree=STOCK,
         needs=frozenset({TREE, EMBEDDINGS}),
         samples=True,
-        level_D=(0.1, 0.01),  # one unembedding, and further levels look up its rows
+        level_D=ONE_PASS,
     )
 
     def __init__(self, prompts: Prompts, target: Target, machine: StateMachine | None = None) -> None:

@@ -36,7 +36,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from outpace.drafters.base import Traits
+from outpace.drafters.base import ONE_PASS, Traits
 from outpace.drafters.riding import RidersMemo, RidingDrafter, RidingState
 from outpace.drafters.shallow import pruned
 from outpace.drafters.trained import lender
@@ -85,7 +85,7 @@ class Streaming(RidingDrafter):
         default_tree=STOCK,
         needs=frozenset({TREE, EMBEDDINGS, LAYERS, TAPS, HEAD}),
         samples=True,
-        level_D=(0.1, 0.01),  # one unembedding, and further levels look up its rows
+        level_D=ONE_PASS,
     )
 
     def __init__(self, streams: Streams, target: Target, config: StreamingConfig) -> None:
