@@ -1,12 +1,7 @@
 """The target with some attentions and MLPs left out guesses; nothing is trained.
 
-    draft     x0 -> all layers but for some sub-layers -> head -> x1 -> ... -> x2
-    verify    x0 and x1 enter at the first layer that missed something, x2 at layer 0
-
-It drafts in the target's own slot, as SWIFT and Draft & Verify do: every guess attends to the keys and
-values that the target itself left for the committed text. Drafted positions alone have entries of
-their own, and verification writes over them. Below the first layer that misses something nothing is
-computed twice.
+It drafts in the target's own slot, as SWIFT and Draft & Verify do: see `parts`. Below the first layer that
+misses something nothing is computed twice.
 
 Which sub-layers can go is found on the first text that is long enough (`search`), and remembered for
 the model and the kind of text. Until then every few a layer is left out. From then on the set
@@ -19,8 +14,6 @@ and how often it is accepted.
 
 Papers: SWIFT, arXiv:2410.06916; Draft on the Fly, arXiv:2410.01028; Draft & Verify,
 arXiv:2309.08168.
-
-Shape letters: F nodes of a frontier.
 """
 
 from __future__ import annotations
@@ -31,18 +24,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from outpace.cache.base import Lease
 from outpace.config import data_folder
 from outpace.drafters.base import Request, Traits
-from outpace.drafters.shallow import ShallowRows, SlotDrafter, SlotState, rows_of
+from outpace.drafters.shallow import SlotState
 from outpace.drafters.trained import trained_exits
 from outpace.errors import ModelError
+from outpace.methods.layer_skip.parts import PartDrafter
 from outpace.methods.layer_skip.search import Search
 from outpace.methods.layer_skip.skip_sets import SkipSet, Trial, behind, even, recall, remember
 from outpace.models.base import LAYERS, TAPS, Target
-from outpace.tree.growth import Branch, DraftRow
+from outpace.tree.growth import DraftRow
 from outpace.types import Draft
 
 _JUDGED, _MOST = 48, 192
@@ -83,7 +75,7 @@ class SkipState(SlotState):
     answer: int = 0
 
 
-class LayerSkip(SlotDrafter[SkipState]):
+class LayerSkip(PartDrafter[SkipState]):
     """Drafts with a part of the target.
 
     Args:
@@ -149,20 +141,8 @@ class LayerSkip(SlotDrafter[SkipState]):
                 self._find(row.tokens)
         return super().propose(rows)
 
-    def leased(self, row: DraftRow[SkipState], lease: Lease) -> DraftRow[SkipState]:
-        row.state.rows = ShallowRows(lease, self.skip.first)
-        return row
-
-    def expand(self, branches: Sequence[Branch[SkipState]]) -> tuple[Tensor, Tensor | None]:
-        """One pass of the part over the new nodes."""
-        rows = [rows_of(branch) for branch in branches]
-        feeds = [one.feed(branch) for one, branch in zip(rows, branches, strict=True)]
-        below = f"hidden.{self.skip.first}"
-        taps = frozenset({below} if self.skip.first else ())
-        scored = self.model.score(feeds, rows[0].lease.cache, taps=taps)
-        for i, one in enumerate(rows if taps else ()):
-            one.hidden.append(scored.taps[below][scored.tap_start_B[i] : scored.tap_start_B[i + 1]].clone())
-        return scored.logits_TV, None
+    def part(self, state: SkipState) -> tuple[SkipSet, Target]:
+        return self.skip, self.model
 
     def _find(self, tokens: Sequence[int]) -> None:
         """Find a set on the end of a text, and draft with it from now on. Cost: some passes, once."""
