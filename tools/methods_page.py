@@ -86,7 +86,7 @@ MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     (
         "the target's own layers",
         "early exits with learned thresholds, skipped layers, sorted exits, masks, rounded weights",
-        ("early_exit", "kangaroo", "layer_skip", "s2d", "sec", "s3d", "quantized_self"),
+        ("early_exit", "kangaroo", "layer_skip", "clasp", "s2d", "sec", "s3d", "quantized_self"),
         "",
         "federated early exit for speech: it shares training among devices, and nothing is verified",
     ),

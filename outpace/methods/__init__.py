@@ -140,6 +140,14 @@ ENTRIES = (
         "Xia et al. 2024 (SWIFT), arXiv:2410.06916; Draft on the Fly, arXiv:2410.01028",
     ),
     MethodEntry(
+        "clasp",
+        "drafter",
+        "own",
+        "outpace.methods.layer_skip.clasp:Clasp",
+        "The target with some layers left out guesses; which ones follows the text",
+        "Chen et al. 2025 (CLaSp), arXiv:2505.24196",
+    ),
+    MethodEntry(
         "quantized_self",
         "drafter",
         "own",
