@@ -29,7 +29,12 @@ def judging_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, temper
 
 
 def confidence_loss(
-    head: Callable[[Tensor], Tensor], state_RI: Tensor, unembed_DI: Tensor, p_CD: Tensor, row_R: Tensor
+    head: Callable[[Tensor], Tensor],
+    state_RI: Tensor,
+    unembed_DI: Tensor,
+    p_CD: Tensor,
+    row_R: Tensor,
+    weight_R: Tensor | None = None,
 ) -> Tensor:
     """Cross-entropy to the chance that a draw is kept, sum min(p, q), as a sum over all rows.
 
@@ -40,9 +45,11 @@ def confidence_loss(
         state_RI: what q is computed from, by ``unembed_DI``.
         p_CD: from ``judging_laws``.
         row_R: which of all N distributions belongs to each row.
+        weight_R: how much each row counts; None: all alike.
     """
     teaches_R = row_R % SHARE == 0
     some_TI = state_RI[teaches_R].detach()
     kept_T = guesses(some_TI, unembed_DI, None, p_CD, row_R[teaches_R] // SHARE)[1]
     said_T = head(some_TI).squeeze(-1).float()
-    return SHARE * F.binary_cross_entropy_with_logits(said_T, kept_T.clamp(0, 1), reduction="sum")
+    weight_T = None if weight_R is None else weight_R[teaches_R]
+    return SHARE * F.binary_cross_entropy_with_logits(said_T, kept_T.clamp(0, 1), weight_T, reduction="sum")

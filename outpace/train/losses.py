@@ -23,7 +23,8 @@ except ``ce``.
 Papers: DistillSpec, arXiv:2310.08461 (kl, rkl, jsd, tv); Samarin et al. 2026, arXiv:2602.23881
 (lk, lk_mix); EAGLE, arXiv:2401.15077 (smooth_l1 on features).
 
-Shape letters: R rows, D draft vocabulary, H hidden size, C rows of a chunk, N rows of distributions.
+Shape letters: R rows, D draft vocabulary, H hidden size, C rows of a chunk, N rows of distributions,
+B blocks, A guesses of a block.
 """
 
 from __future__ import annotations
@@ -302,6 +303,44 @@ class _HeadLoss(torch.autograd.Function):
 def depth_weights(depths: int, decay: float) -> tuple[float, ...]:
     """decay^0, decay^1, ...: deeper guesses are reached more rarely, so they count less."""
     return tuple(decay**depth for depth in range(depths))
+
+
+@torch.no_grad()
+def confidences(hidden_RH: Tensor, head_DH: Tensor, label_R: Tensor) -> Tensor:
+    """The draft's probabilities of some labels, float32 [R]; logits exist for ``CHUNK`` rows at a time.
+
+    Args:
+        label_R: int64 draft ids.
+    """
+    out_R = torch.empty(len(hidden_RH), device=hidden_RH.device)
+    for lo in range(0, len(hidden_RH), CHUNK):
+        q_CD, _ = _law((hidden_RH[lo : lo + CHUNK].to(head_DH.dtype) @ head_DH.T).float())
+        out_R[lo : lo + CHUNK] = q_CD.gather(-1, label_R[lo : lo + CHUNK, None]).squeeze(-1)
+    return out_R
+
+
+def pace_weights(q_BA: Tensor, smooth: float, real_BA: Tensor) -> Tensor:
+    """Weights of D-PACE: how much of a block's expected length hangs on each of its guesses, [..., A].
+
+        c_i = smooth + (1 - smooth) q_i;    weight_j = sum over k >= j of c_0 c_1 ... c_k
+
+    A draft is kept up to its first wrong guess. If guess i is right with probability q_i, its expected
+    length is the sum over k of q_0 ... q_k. The derivative of that by log q_j is the sum over k >= j, so
+    this is what -log q_j is weighed by. (By q_j it is the sum divided by q_j, and -log brings that
+    quotient itself.) Smoothed confidence lets deep guesses learn while those before are still weak. The
+    derivative of the smoothed sum has a factor (1 - smooth) q_j / c_j more, which the paper leaves out.
+
+    From the paper, arXiv:2605.18810: both lines above (equations 7 and 8), that weights have no gradient,
+    and 0.5 for ``smooth``. There they weigh cross-entropy to the text. Ours: that they may weigh other
+    losses, blocks that end with the text, and the scale, which is left to the caller.
+
+    Args:
+        q_BA: the draft's probability of the text's token at every guess; 0 where it has no such token.
+        smooth: in (0, 1]; at 1 the weights are A, A - 1, ... 1.
+        real_BA: bool; the first guess behind the text, and all after it, are nothing to reach.
+    """
+    reach_BA = (smooth + (1 - smooth) * q_BA).where(real_BA, 0.0).detach().cumprod(-1)
+    return reach_BA.flip(-1).cumsum(-1).flip(-1)
 
 
 def weighted(loss_J: Sequence[Tensor], weight_J: Sequence[float]) -> Tensor:

@@ -6,14 +6,16 @@
 Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are
 learned in one go: a block sees the context up to its anchor and itself. Guess i counts decay^i, by
 being learned in that share of the blocks alone: rows that are not learned cost neither the MLP
-nor the head. The network is `training_net`; only it is trained, and the unembedding is the target's.
+nor the head. With ``dpace`` all are learned, and weighed by what the block guesses now. The network is
+`training_net`; only it is trained, and the unembedding is the target's.
 
 Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
 a row was the target's, where those of the rows before were among their likeliest. A confidence head
 learns the chance that a draw from q is kept, sum min(p, q), of a share of the distributions.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
-arXiv:2504.18583 (later rows learned more rarely). Labels are the target's distributions, not its text.
+arXiv:2504.18583 (later rows learned more rarely); D-PACE, arXiv:2605.18810. Labels
+are the target's distributions, not its text.
 
 Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn,
 C those of them from which confidence is learned, N distributions, H hidden size, I its width with a Markov
@@ -44,7 +46,7 @@ from outpace.train.ahead import AheadTraining
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch, noisy, seed_of
 from outpace.train.confidence import confidence_loss, judging_laws
-from outpace.train.losses import head_loss
+from outpace.train.losses import TINY, confidences, head_loss, pace_weights
 from outpace.train.networks import plain_shape
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
 from outpace.train.ranks import Ranks, judge_ranks, write_tree
@@ -66,6 +68,9 @@ class DflashTraining(AheadTraining):
     """Share of the rows of an answer from which a block is learned, drawn anew for every batch."""
     decay: float = 0.78
     """Weight of a row relative to the one before."""
+    dpace: float | None = None
+    """Smoothing of confidence, above 0 and up to 1, for the weights of D-PACE: a row counts by what it brings
+    to the block's expected length now. Its paper has 0.5. None: rows count by ``decay``."""
     taps: str | None = None
     """Layers after which features are taken, as ``2,15,27,-1``; -1, the last, is behind the final
     norm, and no other program can say it. By default 2, L / 2, L - 3, and of seeds -1."""
@@ -89,6 +94,8 @@ class DflashTraining(AheadTraining):
             raise ValueError(
                 f"anchors must be in (0, 1] and noise at least 0, got {self.anchors} and {self.noise}"
             )
+        if self.dpace is not None and not 0 < self.dpace <= 1:
+            raise ValueError(f"dpace must be in (0, 1], got {self.dpace}")
         if self.confidence < 0:
             raise ValueError(f"confidence must be at least 0, got {self.confidence}")
 
@@ -177,11 +184,25 @@ class DflashObjective(Objective):
         """The anchors of a batch, and which guesses of their blocks learn, bool [B, M, A]."""
         config, coins = self.config, torch.Generator().manual_seed(seed_of(batch))
         aligned, keep = Anchored(batch, config.anchors, coins), []
+        decay = config.decay if config.dpace is None else 1.0
         for i in range(self.shape.guesses):
             known_BM = aligned.teaches(EAGLE + i) & (self._labels(aligned, i) >= 0)
             coin_BM = torch.rand(known_BM.shape, generator=coins).to(known_BM.device)
-            keep.append(known_BM & (coin_BM < config.decay**i))
+            keep.append(known_BM & (coin_BM < decay**i))
         return aligned, torch.stack(keep, -1)
+
+    def paced(self, aligned: Aligned, keep_BMA: Tensor, q_R: Tensor) -> Tensor:
+        """Weights of D-PACE for the guesses kept, [R]; all together weigh what ``decay`` would leave of them.
+
+        Args:
+            q_R: probabilities of the text's tokens.
+        """
+        config, rows = self.config, range(self.shape.guesses)
+        real_BMA = torch.stack([aligned.teaches(EAGLE + i) for i in rows], -1)
+        q_BMA = torch.zeros(keep_BMA.shape, device=q_R.device).masked_scatter(keep_BMA, q_R)
+        weight_R = pace_weights(q_BMA, config.dpace, real_BMA)[keep_BMA]
+        usual = float(sum(config.decay**i * int(keep_BMA[..., i].sum()) for i in rows))
+        return weight_R * (usual / weight_R.sum().clamp_min(TINY))
 
     def _labels(self, aligned: Aligned, guess: int) -> Tensor:
         """Draft ids of the tokens to be guessed; of guess -1, the pending ones."""
@@ -206,10 +227,16 @@ class DflashObjective(Objective):
         y_RH, above_R = self.outputs(given, aligned, keep_BMA), label_BMA[..., :-1][keep_BMA]
         label_R = label_BMA[..., 1:][keep_BMA]
         joint_RI, head_DI = self.joint(y_RH, above_R)
-        loss = head_loss(joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R)
+        weight_R = None
+        if config.dpace is not None:
+            weight_R = self.paced(aligned, keep_BMA, confidences(joint_RI, head_DI, label_R))
+        loss = head_loss(
+            joint_RI, head_DI, config.loss, p_ND=p_ND, row_R=row_R, label_R=label_R, weight_R=weight_R
+        )
         if whole_CD is not None and row_R is not None:
             proj = self.module.confidence_head["proj"]
-            loss = loss + config.confidence * confidence_loss(proj, joint_RI, head_DI, whole_CD, row_R)
+            judged = confidence_loss(proj, joint_RI, head_DI, whole_CD, row_R, weight_R)
+            loss = loss + config.confidence * judged
         return Step(loss / tokens, tokens)
 
     @torch.no_grad()
