@@ -51,6 +51,7 @@ from outpace.train.networks import plain_shape
 from outpace.train.objective import LAST, Objective, Step, draft_ids, target_laws
 from outpace.train.ranks import Ranks, judge_ranks, write_tree
 from outpace.train.temper import Tempering
+from outpace.train.vocab import always_kept
 
 ROWS = ("masks", "seeds")
 
@@ -77,7 +78,8 @@ class DflashTraining(AheadTraining):
     noise: float = 0.0
     """Largest noise on the features while training, in their root mean squares."""
     mask: int | None = None
-    """The token that masks; the last of the vocabulary by default."""
+    """The token that masks. By default the last that texts hardly hold: one outside the draft vocabulary that
+    neither ends a text nor marks a chat."""
     confidence: float = 0.0
     """Weight of the loss of a head that tells how likely a guess is kept, for ``specdecpp``; 0: none."""
 
@@ -139,7 +141,7 @@ class DflashObjective(Objective):
         if count > lent.num_layers:
             raise ModelError(f"{cls.method}: layers={count}, but {lent.name} has {lent.num_layers}")
         masks = config.rows == "masks"
-        mask = lent.vocab_size - 1 if config.mask is None else config.mask
+        mask = _hardly_used(lent, vocab) if config.mask is None else config.mask
         if not 0 <= mask < lent.vocab_size:
             raise ModelError(f"{cls.method}: mask={mask}, but {lent.name} has {lent.vocab_size} tokens")
         decoder = plain_shape(lent.config, count, -1)
@@ -256,6 +258,14 @@ class DflashObjective(Objective):
             "temper": self.temper.found(),
         }
         write_tree(folder, config, self, self.ranks, provenance)
+
+
+def _hardly_used(target: Target, vocab: VocabMap | None) -> int:
+    """The token that masks where none is named; behind one that texts hold, guesses are worse."""
+    kept = always_kept(target)
+    drafted_V = [False] * target.vocab_size if vocab is None else (vocab.feed_V >= 0).tolist()
+    free = (one for one in range(target.vocab_size - 1, -1, -1) if one not in kept and not drafted_V[one])
+    return next(free, target.vocab_size - 1)
 
 
 def _fused(config: DflashTraining, target: Target) -> tuple[str, ...]:

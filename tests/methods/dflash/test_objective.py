@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 from outpace.drafters.features import TrainedConfig
 from outpace.drafters.static_tree import LARGEST, likeliest
 from outpace.errors import ModelError
+from outpace.law import VocabMap
 from outpace.methods.dflash import training_net as dflash_net
 from outpace.methods.dflash.drafter import Dflash
 from outpace.methods.dflash.dspark import Dspark
@@ -311,6 +312,24 @@ def test_a_short_training_raises_acceptance(target, tmp_path, kind):
     assert len(tree) > 3 and tree == list(likeliest(objective.ranks.acceptance(), LARGEST))
     assert json.loads((tmp_path / "net" / "tree.json").read_text())["parents"] == tree
     assert seen[-1].overlap[0] > float(before.overlap_by_depth[0] / before.counted_by_depth[0])
+
+
+def test_the_mask_is_a_token_that_texts_hardly_hold(target, batches, monkeypatch):
+    """Neither one of the draft vocabulary nor an end; one that is named is taken."""
+
+    def mask(vocab=None, **options):
+        return built(target, vocab, kind="masks", **({"mask": None} | options)).shape.mask
+
+    last = target.vocab_size - 1
+    assert mask() == last and mask(mask=7) == 7
+    feed_V = torch.full((target.vocab_size,), -1)
+    feed_V[[0, 1, 9, last - 1, last]] = torch.arange(5)
+    drafted = VocabMap(torch.tensor([0, 1, 9, last - 1, last]), feed_V)
+    assert mask(drafted) == last - 2
+    monkeypatch.setattr(target, "defaults", replace(target.defaults, eos_ids=(1, last)))
+    assert mask() == last - 1 and mask(drafted) == last - 2
+    none_left = VocabMap(torch.arange(last + 1), torch.arange(last + 1))
+    assert mask(none_left) == last
 
 
 def test_what_cannot_be_built_is_said(target):
