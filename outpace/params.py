@@ -13,32 +13,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-class Defaults(Protocol):
-    """What a model's authors recommend; None where they did not say."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Defaults:
+    """What a model's authors recommend, as in `SamplingParams`; None where they did not say."""
 
-    @property
-    def do_sample(self) -> bool | None:
-        """Whether to sample at all."""
-
-    @property
-    def temperature(self) -> float | None:
-        """As in `SamplingParams`, like the rest."""
-
-    @property
-    def top_k(self) -> int | None:
-        """Tokens kept."""
-
-    @property
-    def top_p(self) -> float | None:
-        """Probability kept."""
-
-    @property
-    def min_p(self) -> float | None:
-        """Share of the likeliest token's probability."""
-
-    @property
-    def repetition_penalty(self) -> float | None:
-        """Divides logits of tokens seen."""
+    do_sample: bool | None = None
+    """False asks for the likeliest token; then ``temperature`` is 0.0 whatever the file says."""
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
 
 
 class Matcher(Protocol):

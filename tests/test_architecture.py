@@ -49,7 +49,7 @@ MAY_IMPORT = {
     # The implementations. A policy sees numbers only; a verifier sees laws and coins only,
     # and has their numbers compared by compiled code.
     "cache": "kernels cache.base",
-    "models": "kernels errors files config types tree cache cache.base models.base",
+    "models": "kernels errors files config params types tree cache cache.base models.base",
     # Folders of trained drafters, whoever wrote them: no method is known there.
     "drafters.trained": "errors files config types models models.base",
     # What is made of other drafters finds them through the registry.

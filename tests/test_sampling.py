@@ -1,7 +1,6 @@
 """Every sampling setting against an independent oracle, and along the paths of a tree."""
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +15,8 @@ from transformers import (
 
 from outpace import rows
 from outpace.errors import RequestError
-from outpace.sampling import Laws, SamplingParams, Warp, laws_of_batch, logprobs
+from outpace.params import Defaults, SamplingParams
+from outpace.sampling import Laws, Warp, laws_of_batch, logprobs
 from outpace.types import ROOT, Draft, Scored
 
 V = 200
@@ -398,17 +398,12 @@ def test_banning_everything_is_refused_before_the_first_token():
     assert warp_of(allowed_tokens={7}, min_tokens=1, ignore_eos=True).law(random_row(0))
 
 
-def defaults(**said):
-    names = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
-    return SimpleNamespace(**(dict.fromkeys(names) | said))
-
-
 def test_none_means_the_models_default_then_neutral():
     params = SamplingParams(top_p=0.5)
     neutral = params.resolved(None)
     assert (neutral.temperature, neutral.top_k, neutral.top_p, neutral.min_p) == (0.0, 0, 0.5, 0.0)
     assert neutral.repetition_penalty == 1.0 and neutral.resolved(None) == neutral
-    said = defaults(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
+    said = Defaults(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.1)
     full = params.resolved(said)
     assert (full.temperature, full.top_k, full.top_p) == (0.6, 20, 0.5)
     assert params.taken(said) == {"temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
@@ -427,12 +422,12 @@ def test_none_means_the_models_default_then_neutral():
     ],
 )
 def test_whether_a_model_samples(said, temperature):
-    assert SamplingParams().resolved(defaults(**said)).temperature == temperature
+    assert SamplingParams().resolved(Defaults(**said)).temperature == temperature
 
 
 def test_a_bad_default_is_not_blamed_on_the_user():
     with pytest.raises(RequestError, match=r"top_p .* got 3 .*default of the model"):
-        SamplingParams().resolved(defaults(top_p=3))
+        SamplingParams().resolved(Defaults(top_p=3))
 
 
 # --- laws of a tree and of a batch ------------------------------------------------------------

@@ -14,6 +14,7 @@ from outpace.errors import ModelError, shown
 from outpace.models.attention import HeadShape
 from outpace.models.fields import MOST, MOST_LAYERS, Fields, token_ids
 from outpace.models.rope import Rope
+from outpace.params import Defaults
 
 __all__ = [
     "FAMILIES",
@@ -338,25 +339,13 @@ def share(ropes: Sequence[Rope]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationDefaults:
-    """How a model's authors sample from it; None where they did not say."""
+class GenerationDefaults(Defaults):
+    """How a model's authors sample from it, and which tokens begin and end its texts."""
 
     eos_ids: tuple[int, ...] = ()
     """Every token that ends a text, ascending."""
     bos_id: int | None = None
     """The token that begins a text."""
-    do_sample: bool | None = None
-    """False asks for the likeliest token; then ``temperature`` is 0.0 whatever the file says."""
-    temperature: float | None = None
-    """Divides logits."""
-    top_p: float | None = None
-    """Probability mass kept."""
-    top_k: int | None = None
-    """Tokens kept."""
-    min_p: float | None = None
-    """Share of the likeliest token's probability below which tokens are dropped."""
-    repetition_penalty: float | None = None
-    """Divides positive and multiplies negative logits of tokens seen before."""
     unsupported: tuple[str, ...] = ()
     """Sampling settings of the file that are not honoured, as ``key=value``."""
 
