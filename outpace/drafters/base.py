@@ -17,6 +17,7 @@ from torch import Tensor
 
 from outpace.clock import PassClock
 from outpace.models.base import Target
+from outpace.tree.dynamic import Scale
 from outpace.tree.growth import Branch, DraftRow, Expand, Growing, Level, grow
 from outpace.types import Budget, Draft, Outcome, Scored
 
@@ -43,7 +44,7 @@ ONE_PASS = (0.1, 0.01)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Traits:
+class Traits(Scale):
     """What a drafter says of itself, for the engine, policies and drafters made of others."""
 
     default_nodes: int = 0
@@ -77,12 +78,6 @@ class Traits:
     """Whether it estimates how likely its guesses are accepted, where a budget asks for that."""
     foresees: bool = False
     """Whether it estimates that before it draws them."""
-    level_D: tuple[float, ...] = (0.1,)
-    """What its levels cost where nothing was measured, in passes of the target over one row; the last one
-    stands for all further ones."""
-    temper_D: tuple[float, ...] = ()
-    """By level, what to divide its logits by so that its probabilities are those of being kept at temperature
-    0; likewise. Empty: nothing."""
 
 
 class Drafter(ABC, Generic[S]):
@@ -250,7 +245,7 @@ class ExpandingDrafter(Drafter[S]):
         told = self.estimate if traits.estimates and alone else None
         ahead = self.foresee if traits.foresees and alone else None
         at_once = (self.descend, self.spread) if alone else (None, None)
-        grown = grow(rows, self.between or self.expand, told, ahead, traits, *at_once)
+        grown = grow(rows, self.between or self.expand, traits, told, ahead, *at_once)
         for row, (draft, numbers) in zip(rows, grown, strict=True):
             if numbers is not None:
                 self.renumber(row.state, numbers)

@@ -106,7 +106,7 @@ class SlotDrafter(ExpandingDrafter[S], Generic[S]):
             replace(row, budget=NOTHING) if row.lease is None else self.leased(row, row.lease) for row in rows
         ]
         drafts, ahead = [], self.foresee if self.traits.foresees else None
-        grown = grow(ready, self.expand, foresee=ahead, scale=self.traits)
+        grown = grow(ready, self.expand, self.traits, foresee=ahead)
         for row, (draft, numbers) in zip(ready, grown, strict=True):
             drafts.append(draft if row.state.rows is None else row.state.rows.finish(draft, numbers))
             row.state.rows = None

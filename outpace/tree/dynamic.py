@@ -24,10 +24,11 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
 from operator import add
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -45,13 +46,15 @@ Pick = Callable[[Law, int, Drawn, Any, int, int], list[int]]
 """``outpace.tree.growth.draw``."""
 
 
-class Scale(Protocol):
-    """Of a drafter's levels; see ``outpace.drafters.base.Traits``."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scale:
+    """What a drafter says of its levels; the last one stands for all further ones."""
 
-    @property
-    def level_D(self) -> tuple[float, ...]: ...
-    @property
-    def temper_D(self) -> tuple[float, ...]: ...
+    level_D: tuple[float, ...] = (0.1,)
+    """What they cost where nothing was measured, in passes of the target over one row."""
+    temper_D: tuple[float, ...] = ()
+    """What to divide its logits by so that its probabilities are those of being kept at temperature 0.
+    Empty: nothing."""
 
 
 class Dynamic:

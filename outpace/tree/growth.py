@@ -118,15 +118,6 @@ class Growing(Protocol):
 Spread = Callable[[Sequence[Growing], Sequence[Branch[Any]]], "Sequence[Draft] | None"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Plain:
-    level_D: tuple[float, ...] = (0.0,)
-    temper_D: tuple[float, ...] = ()
-
-
-_PLAIN = _Plain()
-
-
 @dataclass(slots=True, eq=False)
 class Fixed:
     """A draft under construction that follows a template, or goes on as a chain, which may have siblings."""
@@ -223,9 +214,9 @@ class Fixed:
 def grow(
     rows: Sequence[DraftRow[S]],
     expand: Expand,
+    scale: Scale,
     estimate: Estimate | None = None,
     foresee: Estimate | None = None,
-    scale: Scale = _PLAIN,
     descend: Descend | None = None,
     spread: Spread | None = None,
 ) -> list[tuple[Draft, Sequence[int] | None]]:
@@ -234,9 +225,9 @@ def grow(
     Args:
         rows: budgets may differ; a budget without nodes gives an empty draft.
         expand: scores nodes, see ``ExpandingDrafter.expand``. Called once per level.
+        scale: of the drafter's levels.
         estimate: see ``ExpandingDrafter.estimate``; called after ``expand`` where a budget asks.
         foresee: see ``ExpandingDrafter.foresee``; stop rules are then asked between it and the draw.
-        scale: of the drafter's levels.
         descend: see ``ExpandingDrafter.descend``.
         spread: see ``ExpandingDrafter.spread``; asked at the first level.
 

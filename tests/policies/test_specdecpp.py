@@ -25,11 +25,13 @@ from outpace.params import SamplingParams
 from outpace.policies.base import PolicyRow
 from outpace.policies.specdecpp import LikelyRefused, SpecDecPlusPlus, SpecDecPlusPlusConfig
 from outpace.sampling import Warp
+from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, grow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Load, Signals
 
 DRAFT = "model=tiny layers=1"
+FREE = Scale(level_D=(0.0,))
 PROMPTS = [[5, 9, 11, 5, 9, 11, 5, 9], [40, 41, 42, 43, 44], [77]]
 LONG = {"max_new_tokens": 24, "ignore_eos": True}
 
@@ -118,7 +120,7 @@ def test_the_rule_is_told_the_product_of_all_levels_but_the_last(drawn):
         row(replace(asked, stop=rules[1], max_depth=3), drawn, 1),
         row(silent, drawn, 2),
     ]
-    first, second, _ = (draft for draft, _ in grow(rows, expand, estimate))
+    first, second, _ = (draft for draft, _ in grow(rows, expand, FREE, estimate))
     for draft, rule, depth in ((first, rules[0], 5), (second, rules[1], 3)):
         a = [chance(draft.token_N[:k]) for k in range(1, depth)]
         told = [one[0] for one in rule.told]
@@ -143,7 +145,7 @@ def test_every_branch_of_a_tree_has_its_own_product(shape):
 
     rule = Checking()
     asked = replace(budget(shape, 15, 4), stop=rule, estimate=True)
-    ((draft, _),) = grow([row(asked, Drawn.DISTINCT, 3)], expand, estimate)
+    ((draft, _),) = grow([row(asked, Drawn.DISTINCT, 3)], expand, FREE, estimate)
     inner = {group.parent for group in draft.groups} - {ROOT}
     for node in inner:
         above = draft.path_tokens(node)[:-1]
@@ -165,7 +167,7 @@ def emitted_law(verifier, world, asked, after=lambda draft: draft):
     def grown(fate):
         coins = EnumeratingCoins(fate, 0, 9, Stream.DRAFT)
         one = DraftRow(None, [0], asked, coins, warp, verifier.draws)
-        return after(grow([one], blank, estimate)[0][0])
+        return after(grow([one], blank, FREE, estimate)[0][0])
 
     lengths = set()
     for drawing, draft in fates(grown):

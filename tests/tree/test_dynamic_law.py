@@ -10,6 +10,7 @@ from outpace.coins import Stream
 from outpace.law import Law
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
+from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Shape
 from outpace.verifiers.base import TargetLaws
@@ -17,6 +18,7 @@ from outpace.verifiers.coupled import Coupled
 from outpace.verifiers.tree import Tree, TreeConfig
 
 V = 3
+FREE = Scale(level_D=(0.0,))
 
 
 def logits(name, path):
@@ -59,7 +61,7 @@ def emitted_law(drawn, verifier, asked, prune=None):
     def run(fate):
         coins = EnumeratingCoins(fate, 0, 0, Stream.DRAFT)
         row = DraftRow(None, [0], asked, coins, warp, drawn)
-        ((draft, _),) = grow([row], expand)
+        ((draft, _),) = grow([row], expand, FREE)
         if prune is not None:
             draft = prune(draft)
         sizes.add(draft.parent_N)
@@ -143,6 +145,7 @@ def test_every_number_of_siblings_draws_the_same_tokens():
                     )
                 ],
                 expand,
+                FREE,
             )[0][0]
         ),
         60,

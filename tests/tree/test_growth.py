@@ -10,11 +10,13 @@ from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.policies.confidence import Threshold
 from outpace.sampling import SamplingParams, Warp
+from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import NOTHING, ROOT, Budget, Drawn, Price, Shape
 
 V = 6
+FREE = Scale(level_D=(0.0,))
 
 
 def logits_after(path):
@@ -55,7 +57,7 @@ def row(asked, drawn, seed=0, tokens=(1, 2)):
 
 
 def grown(rows, expand):
-    return [draft for draft, _ in grow(rows, expand)]
+    return [draft for draft, _ in grow(rows, expand, FREE)]
 
 
 def check(draft, tokens):
@@ -185,7 +187,7 @@ def test_a_chosen_dynamic_tree_takes_the_most_valuable_nodes():
     for seed in range(6):
         asked = Budget(7, 2, shape=Shape(beam=50))
         one = row(asked, Drawn.CHOSEN, seed, (1, 2, seed))
-        ((draft, numbers),) = grow([one], Table())
+        ((draft, numbers),) = grow([one], Table(), FREE)
         everything = []
         for a in range(V):
             pa = float(torch.softmax(logits_after([*one.tokens]), 0)[a])
@@ -202,7 +204,7 @@ def test_a_chosen_dynamic_tree_takes_the_most_valuable_nodes():
 def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
     def nodes(least):
         asked = budget(f"dynamic:4:{least}", 12, 4)
-        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table())
+        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table(), FREE)
         return [len(draft) for draft, _ in drafts]
 
     full, some, few = nodes(0), nodes(1.5), nodes(6)
@@ -214,7 +216,7 @@ def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
 def test_siblings_that_are_drawn_together_leave_room_below_them(drawn):
     def depths(least):
         asked = replace(budget(f"dynamic:4:{least}", 5, 4), price=Price((0.0,), (0.0,)))
-        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table())
+        drafts = grow([row(asked, drawn, s, (1, 2, s)) for s in range(8)], Table(), FREE)
         return [max(draft.depth_N) for draft, _ in drafts]
 
     assert depths(0) == depths(0.5) and max(depths(0)) > 1
@@ -240,7 +242,7 @@ def test_numbers_lead_back_to_what_was_expanded():
     renamed = 0
     for seed in range(12):
         one = row(budget("dynamic:3", 6, 4), Drawn.CHOSEN, seed, (1, 2, seed))
-        ((draft, numbers),) = grow([one], Watching())
+        ((draft, numbers),) = grow([one], Watching(), FREE)
         for node, old in enumerate(numbers or range(len(draft))):
             path = seen.get((tuple(one.tokens), old))
             assert path is None or path == list(draft.path_tokens(node))

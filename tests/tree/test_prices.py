@@ -1,13 +1,12 @@
 """Levels and rows of dynamic trees are opened where they pay, by hand."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.curve import RATE, assumed
 from outpace.sampling import SamplingParams, Warp
+from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, grow
 from outpace.types import Budget, Drawn, Price, Shape
 
@@ -29,8 +28,8 @@ def drafted(kept, price, temper=(), nodes=6, drawn=Drawn.CHOSEN, temperature=0.0
     budget = Budget(nodes, nodes, shape=Shape(beam=8, least=0.5), price=price)
     coins = KeyedCoins(1, 3, Stream.DRAFT)
     row = DraftRow(None, (1, 2), budget, coins, Warp(params, (1, 2), frozenset(), VOCAB), drawn)
-    scale = SimpleNamespace(level_D=(0.0,), temper_D=temper)
-    ((draft, _),) = grow([row], expand, scale=scale)
+    scale = Scale(level_D=(0.0,), temper_D=temper)
+    ((draft, _),) = grow([row], expand, scale)
     return draft, len(levels)
 
 

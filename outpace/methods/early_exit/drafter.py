@@ -160,7 +160,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
             doubt = replace(row.budget, stop=Doubt(least, row.budget.stop))
             ready.append(replace(row, budget=doubt))
         drafts = []
-        grown = grow(ready, self.expand, self.estimate, scale=self.traits)
+        grown = grow(ready, self.expand, self.traits, self.estimate)
         for row, (draft, numbers) in zip(ready, grown, strict=True):
             state, names = row.state, list(range(len(draft)) if numbers is None else numbers)
             if state.rows is not None and self.rows is not None:

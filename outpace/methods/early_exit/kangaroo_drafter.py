@@ -120,7 +120,7 @@ class Kangaroo(ExpandingDrafter[AdapterState]):
             doubt = Doubt(self._threshold(budget.shape), budget.stop)
             ready.append(replace(row, budget=replace(budget, stop=doubt)))
         drafts = []
-        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, scale=self.traits), strict=True):
+        for row, (draft, numbers) in zip(ready, grow(ready, self.expand, self.traits), strict=True):
             if row.state.rows is not None:
                 draft = self.rows.finish(row.state, draft, numbers)
             drafts.append(draft)
