@@ -55,28 +55,22 @@ class StepSequence(Protocol):
 
     def coins(self, stream: Stream) -> Coins:
         """Coins for the present pending token."""
-        ...
 
     def room(self) -> Budget:
         """What this sequence has room for: context, tokens still wanted, the request's limits."""
-        ...
 
     def cut(self, verdict: Verdict) -> Verdict:
         """Shorten a verdict at the first stop: end of sequence, stop string, length."""
-        ...
 
     def extend(self, outcome: Outcome) -> None:
         """Append what was emitted, which ``cut`` has passed."""
-        ...
 
     def fail(self, error: Exception) -> None:
         """End here, since its own part of a step broke; or raise, and end the whole step."""
-        ...
 
     @property
     def failed(self) -> bool:
         """Whether it ended so."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -22,11 +22,9 @@ class TextStream(Protocol):
 
     def push(self, ids: Sequence[int], /) -> str:
         """Text that these tokens complete; incomplete characters wait for later tokens."""
-        ...
 
     def flush(self) -> str:
         """What still waits. Nothing is pushed afterwards."""
-        ...
 
 
 class StopChecker:

@@ -242,7 +242,6 @@ class StopRule(Protocol):
 
     def more(self, signals: Signals) -> Tensor:
         """True (bool [F]) where the branch may get children."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

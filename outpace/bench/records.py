@@ -94,8 +94,6 @@ class Contender(Protocol):
         Raises:
             OutpaceError: it cannot serve these settings.
         """
-        ...
 
     def close(self) -> None:
         """Free what it holds; child processes end."""
-        ...

@@ -53,15 +53,12 @@ class FeatureNet(Protocol):
     @property
     def taps(self) -> Sequence[str]:
         """Features of the target, in the order in which they stand side by side."""
-        ...
 
     def new_cache(self) -> DenseCache:
         """An empty cache for its layer."""
-        ...
 
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         """Features [T, F] of rows of a pass of the target, side by side."""
-        ...
 
     def run(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
@@ -81,12 +78,10 @@ class FeatureNet(Protocol):
             For the rows wanted, the feature that the next row reads [R, H], float32, and logits
             [R, D], float32.
         """
-        ...
 
     @property
     def descends(self) -> bool:
         """Whether several passes run in one call here."""
-        ...
 
     def descend(
         self,
@@ -107,7 +102,6 @@ class FeatureNet(Protocol):
             What was found, and the outputs of the rows of all levels; there may be room for more, and they
             are valid until the next call.
         """
-        ...
 
 
 @dataclass(slots=True, eq=False)

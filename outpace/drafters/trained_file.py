@@ -27,7 +27,6 @@ class Network(Protocol):
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of a drafter folder besides its vocabulary."""
-        ...
 
 
 N = TypeVar("N", bound=Network)

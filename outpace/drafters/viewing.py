@@ -34,7 +34,6 @@ class Sighted(Protocol):
 
     def choice(self, rule: Rule) -> Choice:
         """Memory for what the views of one sequence show."""
-        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -48,7 +48,6 @@ class Ran(Protocol):
     @property
     def levels(self) -> int:
         """How many were run."""
-        ...
 
 
 Answer = TypeVar("Answer", bound=Ran, covariant=True)
@@ -62,16 +61,13 @@ class Asked(Protocol[Answer]):
     @property
     def rows(self) -> int:
         """Most rows of a level."""
-        ...
 
     @property
     def seats(self) -> int:
         """Most rows of a slot behind those of the first level."""
-        ...
 
     def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Answer:
         """Run levels, with tokens and the number of columns of logits."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -124,7 +124,6 @@ class Readable(Protocol):
 
     def read(self, cache: KVCache, slot: int, layer: int) -> KeyValues:
         """Keys and values of the committed rows of a slot; what a draft feeds is not among them."""
-        ...
 
 
 def read(cache: KVCache, slot: int, layer: int) -> KeyValues:

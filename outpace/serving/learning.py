@@ -52,12 +52,10 @@ class Text(Protocol):
     @property
     def branch(self) -> str:
         """Texts of one branch have one drafter."""
-        ...
 
     @property
     def drafter(self) -> Drafter[Any] | None:
         """The branch's drafter; None: the one that learning started from."""
-        ...
 
 
 class Version(Protocol):
@@ -87,12 +85,10 @@ class Learner(Protocol):
         Raises:
             ModelError: a drafter that cannot learn, damaged files, or a folder in use.
         """
-        ...
 
     @property
     def spec(self) -> str:
         """Method spec of the drafter that learns."""
-        ...
 
     @property
     def folder(self) -> Path: ...
@@ -100,25 +96,20 @@ class Learner(Protocol):
     @property
     def busy(self) -> bool:
         """Whether ``step`` has something to do."""
-        ...
 
     def begin(self, key: str, prompt: Sequence[int]) -> Any:
         """A sequence begins; gives a ``Text``."""
-        ...
 
     def observe(self, texts: Sequence[Any], outcomes: Sequence[Outcome]) -> None:
         """One pass of these sequences was committed. Outcomes are valid during the call."""
-        ...
 
     def end(self, text: Any) -> None: ...
 
     def step(self, budget_s: float) -> Version | None:
         """Learn for so many seconds, or for one unit of work; maybe give a new version."""
-        ...
 
     def counts(self) -> Mapping[str, float]:
         """Figures by name; `outpace.server.metrics` has those that a server reports."""
-        ...
 
     def close(self) -> None: ...
 

@@ -54,7 +54,6 @@ class Features(Protocol):
 
     def of(self, part: Sequence[TokenSequence]) -> list[Mapping[str, Tensor]]:
         """Features of sequences, or of their beginnings: tap -> bfloat16 [T, H] each."""
-        ...
 
 
 def padded(found: Sequence[Mapping[str, Tensor]], taps: Sequence[str], length: int) -> dict[str, Tensor]:

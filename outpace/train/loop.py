@@ -120,7 +120,6 @@ class Source(Protocol):
 
     def since(self, epoch: int = 0, index: int = 0) -> Iterator[tuple[int, int, Batch]]:
         """(epoch, index, batch) from there on, without end."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

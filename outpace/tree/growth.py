@@ -104,15 +104,12 @@ class Growing(Protocol):
 
     def may_grow(self, depth: int) -> bool:
         """Whether another level is wanted; if so ``open`` holds the nodes to expand."""
-        ...
 
     def level(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> None:
         """Draw the children of the open nodes, and open the next; see ``Paths``."""
-        ...
 
     def finish(self) -> tuple[Draft, Sequence[int] | None]:
         """The draft, and what its nodes were called in ``Branch``, if that changed."""
-        ...
 
 
 Spread = Callable[[Sequence[Growing], Sequence[Branch[Any]]], "Sequence[Draft] | None"]
