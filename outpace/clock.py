@@ -30,6 +30,21 @@ class PassClock:
         self.count += 1
 
 
+class Clocks(PassClock):
+    """Several clocks as one to read; each is counted once."""
+
+    def __init__(self, clocks: Iterable[PassClock]) -> None:
+        self._clocks = list({id(clock): clock for clock in clocks}.values())
+
+    @property
+    def seconds(self) -> float:  # type: ignore[override]
+        return sum(clock.seconds for clock in self._clocks)
+
+    @property
+    def count(self) -> int:  # type: ignore[override]
+        return sum(clock.count for clock in self._clocks)
+
+
 class StepClock:
     """Wall-clock seconds per verb of a step, and how many of them were spent inside passes.
 
@@ -41,9 +56,8 @@ class StepClock:
         self.seconds: dict[str, float] = {}
         self.passes: dict[str, float] = {}
         self.draft_levels, self.preview = 0, 0.0
-        self._target = target
         # A target that drafts for itself has one clock: the verb tells for whom it ran.
-        self._drafters = list({id(clock): clock for clock in drafters}.values())
+        self._target, self._drafters = target, Clocks(drafters)
         self._then = self._now()
 
     def previewed(self) -> None:
@@ -61,23 +75,4 @@ class StepClock:
 
     def _now(self) -> tuple[float, float, float, int]:
         """Time, seconds in drafters' passes, seconds in the target's, drafters' passes."""
-        seconds, count = 0.0, 0
-        for clock in self._drafters:
-            seconds += clock.seconds
-            count += clock.count
-        return time.perf_counter(), seconds, self._target.seconds, count
-
-
-class Clocks(PassClock):
-    """Several clocks as one to read; each is counted once."""
-
-    def __init__(self, clocks: Iterable[PassClock]) -> None:
-        self._clocks = list({id(clock): clock for clock in clocks}.values())
-
-    @property
-    def seconds(self) -> float:  # type: ignore[override]
-        return sum(clock.seconds for clock in self._clocks)
-
-    @property
-    def count(self) -> int:  # type: ignore[override]
-        return sum(clock.count for clock in self._clocks)
+        return time.perf_counter(), self._drafters.seconds, self._target.seconds, self._drafters.count
