@@ -88,7 +88,6 @@ class Machine:
     """Prompt tokens per pass beside sequences that decode; see ``outpace.engine.scheduler``."""
     listeners: Sequence[Callable[[StepRecord], None]] = ()
     steps: int = field(default=0, init=False)
-    _tapped: dict[frozenset[str], frozenset[str]] = field(default_factory=dict, init=False)
 
     def granted(self, name: str, row: StepSequence) -> Budget:
         least = self.drafters[name].traits.least_context
@@ -96,10 +95,8 @@ class Machine:
 
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
-        names = frozenset([name for row in rows for name in row.members])
-        if names not in self._tapped:
-            self._tapped[names] = frozenset(name for name in names if self.drafters[name].traits.taps)
-        return self._tapped[names]
+        names = {name for row in rows for name in row.members}
+        return frozenset(name for name in names if self.drafters[name].traits.taps)
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""
