@@ -167,17 +167,9 @@ class ActiveSequence:
         text = self.stops.take()
         self._text += text
         result = self.result() if self.finished else None
-        self.chunks.append(
-            Chunk(
-                self.index,
-                text,
-                verdict.emitted,
-                len(verdict.kept),
-                result,
-                tuple(found),
-                None if self.watch is None else self.watch(outcome),
-            )
-        )
+        seen = None if self.watch is None else self.watch(outcome)
+        guessed = len(verdict.kept)
+        self.chunks.append(Chunk(self.index, text, verdict.emitted, guessed, result, tuple(found), seen))
 
     def _count(self, outcome: Outcome) -> None:
         verdict, draft = outcome.verdict, outcome.draft
