@@ -17,6 +17,7 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -127,18 +128,10 @@ def method_of(folder: str) -> str:
 
 
 def _words(text: str, whole: str) -> list[str]:
-    words, depth = [""], 0
-    for char in text:
-        depth += (char == "[") - (char == "]")
-        if depth < 0:
-            break
-        if char == " " and depth == 0:
-            words.append("")
-        else:
-            words[-1] += char
-    if depth:
+    depth_C = [0, *accumulate((char == "[") - (char == "]") for char in text)]
+    if min(depth_C) < 0 or depth_C[-1]:
         raise SpecError(f"method spec {whole!r}: brackets do not match")
-    return [word for word in words if word]
+    return split_specs(text, " ")
 
 
 def split_specs(text: str, mark: str = ",", *, empty: bool = False) -> list[str]:

@@ -56,7 +56,7 @@ def policy(
 
     Prints what each reaches of the best fixed rule in hindsight; above 1 it beats all fixed rules.
     """
-    names = split_specs(policies, ",")
+    names = split_specs(policies)
     if not names:
         raise RequestError("--policies names none; give for example auto,goodput")
     prompts = texts.read()
@@ -81,7 +81,7 @@ def policy(
             for prompt, ids in evenly(fitting(engine, prompts, max_new_tokens), texts.limit)
         ]
     if not file.exists():
-        specs = split_specs(drafters or "", ",") or list(engine.method("auto").serving(ruled=False))
+        specs = split_specs(drafters or "") or list(engine.method("auto").serving(ruled=False))
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         with show.progress(len(asked), "prompts") as tick:
             recording.write(file, recording.record(engine, asked, specs, **settings, tick=tick))
