@@ -136,11 +136,6 @@ class Fixed:
     wanted: int = 1
     """Tokens of a level of a chain."""
 
-    @classmethod
-    def of(cls, row: DraftRow[Any]) -> Fixed:
-        template = row.budget.shape.parent_N
-        return cls(row, None if template is None else children(template))
-
     def fan(self, node: int) -> int:
         """How many children the budget and the template grant this node."""
         if self.kids is None:
@@ -276,7 +271,9 @@ def _begun(row: DraftRow[Any], scale: Scale) -> Growing:
     if row.grower is not None:
         return row.grower(row, scale)
     shape = row.budget.shape
-    return Dynamic(row, draw, scale) if shape.beam and not shape.siblings else Fixed.of(row)
+    if shape.beam and not shape.siblings:
+        return Dynamic(row, draw, scale)
+    return Fixed(row, None if shape.parent_N is None else children(shape.parent_N))
 
 
 def _estimate(trees: list[Growing], branches: Sequence[Branch[Any]], estimate: Estimate, depth: int) -> None:
