@@ -28,8 +28,7 @@ from torch import Tensor
 from outpace.errors import LogitsError, RequestError
 from outpace.kernels.draws import softmax
 from outpace.law import Law
-from outpace.params import Grammar, Matcher, Processor
-from outpace.params import SamplingParams as SamplingParams
+from outpace.params import Grammar, Matcher, Processor, SamplingParams
 from outpace.rows import TokenLogprobs as TokenLogprobs
 from outpace.rows import as_float, at_least, best_rows, largest, rank
 from outpace.rows import logprobs as logprobs

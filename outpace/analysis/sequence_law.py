@@ -28,8 +28,9 @@ from outpace.drafters.base import ExpandingDrafter, Request
 from outpace.machine import Machine, Member
 from outpace.models.base import Target
 from outpace.models.tiny import TableTarget
+from outpace.params import SamplingParams
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
-from outpace.sampling import SamplingParams, Warp
+from outpace.sampling import Warp
 from outpace.step import prefill, step
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import CHAIN, parse_shape, widths

@@ -8,8 +8,9 @@ import torch
 from outpace.coins import KeyedCoins, Stream
 from outpace.errors import SpecError
 from outpace.law import Law
+from outpace.params import SamplingParams
 from outpace.policies.confidence import Threshold
-from outpace.sampling import SamplingParams, Warp
+from outpace.sampling import Warp
 from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, draw, grow
 from outpace.tree.shapes import budget, parse_shape

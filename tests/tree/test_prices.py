@@ -5,7 +5,8 @@ import torch
 
 from outpace.coins import KeyedCoins, Stream
 from outpace.curve import RATE, assumed
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.dynamic import Scale
 from outpace.tree.growth import DraftRow, grow
 from outpace.types import Budget, Drawn, Price, Shape

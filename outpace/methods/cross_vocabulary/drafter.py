@@ -42,7 +42,8 @@ from outpace.methods.cross_vocabulary.shared_law import SharedCoins, SharedWarp,
 from outpace.methods.cross_vocabulary.spelling import Spelling, shared
 from outpace.models.base import Target
 from outpace.models.load import load_beside
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import Draft, Drawn, Outcome
 

@@ -13,7 +13,8 @@ from outpace.errors import SpecError
 from outpace.law import Law
 from outpace.methods.hybrid.drafter import DOUBT, Hybrid, Table
 from outpace.methods.hybrid.union import Joint
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.types import ROOT, Budget, Draft, Drawn, Outcome, Scored, Verdict
 from tests.methods.hybrid.test_law import Text

@@ -7,7 +7,8 @@ from outpace.drafters.base import Request
 from outpace.methods.lookup.lookahead import Lookahead, LookaheadConfig, Pool, comb
 from outpace.models.base import EMBEDDINGS, TREE
 from outpace.models.tiny import TableTarget, tiny
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import ROOT, Budget, Draft, Drawn, Feed, Outcome, Riders, Scored, Verdict

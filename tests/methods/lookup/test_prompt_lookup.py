@@ -3,7 +3,8 @@ import pytest
 from outpace.coins import KeyedCoins, Stream
 from outpace.drafters.base import Request
 from outpace.methods.lookup.prompt_lookup import PromptLookup, PromptLookupConfig
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Drawn

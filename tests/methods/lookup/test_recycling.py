@@ -11,7 +11,8 @@ from outpace.methods.lookup.datastore import write_datastore
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.methods.lookup.recycling import Recycling, RecyclingConfig
 from outpace.models.tiny import tiny, tiny_tokenizer
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Draft, Drawn, Outcome, Scored, Shape, Verdict

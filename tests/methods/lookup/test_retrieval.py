@@ -9,7 +9,8 @@ from outpace.coins import KeyedCoins, Stream
 from outpace.methods.lookup.datastore import Datastore, build_datastore, suffix_array, write_datastore
 from outpace.methods.lookup.retrieval import Retrieval, RetrievalConfig
 from outpace.models.tiny import TableTarget, tiny, tiny_tokenizer
-from outpace.sampling import SamplingParams, Warp
+from outpace.params import SamplingParams
+from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
 from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Drawn, Shape
