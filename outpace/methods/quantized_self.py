@@ -77,7 +77,7 @@ class QuantizedSelf(SlotDrafter[SlotState]):
             )
         rounded = shared(target, ("quantized", config.kind), lambda: model.quantized(config.kind))
         made = cls(rounded) if config.shared else Apart(rounded, target.vocab_size)
-        made.traits = replace(made.traits, level_D=(rounded.weight_bytes / target.weight_bytes,))
+        made.traits = replace(made.traits, level_D=(target.share(rounded),))
         return made
 
     @property

@@ -166,6 +166,10 @@ class Target(ABC):
         """Bytes of weights read by a pass over one row."""
         return 0
 
+    def share(self, part: Target) -> float:
+        """Weights that a pass of a part, or of a draft model, reads, over those of a pass of this target."""
+        return part.weight_bytes / max(1, self.weight_bytes)
+
     def require(self, needs: frozenset[str], who: str) -> None:
         """Raise ModelError unless this target can everything that ``who`` needs."""
         missing = sorted(needs - self.can)

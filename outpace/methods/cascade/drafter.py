@@ -183,11 +183,10 @@ class Cascade(WrappingDrafter[State]):
                     f"{who}: k={config.k} has too many {'rows' if row > len(speaking) else 'numbers'} in "
                     f"row {row + 1} for {len(parts)} levels, {len(speaking)} of them models"
                 )
-        cost, lowest = config.cost, max(1, speaking[-1].weight_bytes)
-        shares = [
-            max(LEAST_SHARE, s / max(1, target.weight_bytes)) if cost is None else cost * s / lowest
-            for s in (model.weight_bytes for model in speaking)
-        ]
+        if config.cost is None:
+            shares = [max(LEAST_SHARE, target.share(model)) for model in speaking]
+        else:
+            shares = [config.cost * speaking[-1].share(model) for model in speaking]
         return cls(speaking, lookup, k, config.lenience, shares)
 
     def inner(self, state: State) -> list[tuple[Drafter[Any], Any]]:

@@ -71,7 +71,7 @@ class DraftModel(ModelDrafter):
         model, id_D = load_model(config, target)
         drafter = cls(model, target.vocab_size, id_D, find_head(config.acceptance, model, target))
         # A light one takes longer than its weights say.
-        share = max(*drafter.traits.level_D, model.weight_bytes / max(1, target.weight_bytes))
+        share = max(*drafter.traits.level_D, target.share(model))
         drafter.traits = replace(drafter.traits, level_D=(share,))
         return drafter
 

@@ -74,7 +74,7 @@ class S3d(SlotDrafter[MaskState]):
         self.masks, self.target = masks, lent
         gap = range(masks.first, masks.stop)
         self.model = lent.without(attentions=gap, mlps=gap)
-        share = self.model.weight_bytes / lent.weight_bytes
+        share = lent.share(self.model)
         self.traits = replace(self.traits, level_D=(share, 0.0))  # further levels look up its rows
         form = Form(lent.dtype, lent.device, quantize=rounding(quantize, lent))
         self._linears = [form.linear(one) for one in masks.linear_SHH]
