@@ -83,7 +83,6 @@ class ActiveSequence:
         self.read_prompt: Callable[[int, Tensor], None] | None = None
         self._max_positions = max_positions
         self._most = 1 << 20 if request.draft_tokens is None else request.draft_tokens
-        self._text = ""
         self._logprobs: list[TokenLogprobs] = []
         self._passes = self._drafted = self._accepted = self._forced = 0
         self._by_drafter: dict[str, tuple[list[int], list[int]]] = {}
@@ -165,7 +164,6 @@ class ActiveSequence:
             self._count(outcome)
         self._last = now
         text = self.stops.take()
-        self._text += text
         result = self.result() if self.finished else None
         seen = None if self.watch is None else self.watch(outcome)
         guessed = len(verdict.kept)
@@ -188,7 +186,7 @@ class ActiveSequence:
     def result(self) -> Result:
         """The answer so far; final once ``finished``."""
         return Result(
-            text=self._text,
+            text=self.stops.text,
             tokens=tuple(self.tokens[self.prompt_tokens :]),
             finish_reason=self.finish_reason or "length",
             prompt_tokens=self.prompt_tokens,
