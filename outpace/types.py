@@ -10,6 +10,7 @@ H hidden size, R riders, T rows of a whole batch.
 from __future__ import annotations
 
 import enum
+from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -335,19 +336,21 @@ class Feed:
     @classmethod
     def tree(cls, slot: int, pending: int, draft: Draft) -> Feed:
         """The pending token and a draft below it; the tail holds only what ``resume`` covers."""
-        return cls(
-            slot,
-            (pending, *draft.token_N),
-            (-1, *[parent + 1 for parent in draft.parent_N]),
-            riders=draft.riders,
-            resume=draft.resume,
-            view=draft.view,
-        )
+        tokens, parents = (pending, *draft.token_N), (-1, *[parent + 1 for parent in draft.parent_N])
+        return cls(slot, tokens, parents, riders=draft.riders, resume=draft.resume, view=draft.view)
 
     @property
     def wanted(self) -> int:
         """How many rows of logits this feed asks for."""
         return len(self.token_J) if self.want is None else len(self.want)
+
+
+class Features(Mapping[str, Tensor]):
+    """Features of the same rows by name, which can be cut together."""
+
+    @abstractmethod
+    def between(self, first: int, stop: int) -> Features:
+        """Some rows of all of them, as views."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -375,14 +378,12 @@ class Scored:
         if len(self.start_B) == 2:
             return self
         lo, hi = self.start_B[index], self.start_B[index + 1]
-        taps, tap_start = self.taps, self.tap_start_B[:1]
+        taps, tap_start, rider_start = self.taps, self.tap_start_B[:1], self.rider_start_B[:1]
         if self.taps:
             a, b = self.tap_start_B[index], self.tap_start_B[index + 1]
-            between = getattr(self.taps, "between", None)  # of features that lie side by side
-            taps = between(a, b) if between else {name: rows[a:b] for name, rows in self.taps.items()}
+            taps = taps.between(a, b) if isinstance(taps, Features) else {n: x[a:b] for n, x in taps.items()}
             tap_start = (0, b - a)
         riders: tuple[Tensor | None, Tensor | None] = (None, None)
-        rider_start: tuple[int, ...] = (0,)
         if self.rider_hidden_RH is not None:
             a, b = self.rider_start_B[index], self.rider_start_B[index + 1]
             logits = self.rider_logits_RV

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.models.room import Strip
+from outpace.types import Features
 
 _TAPS = ("hidden", "attn_in", "attn_out")
 
@@ -48,7 +49,7 @@ def tap(taps: frozenset[str], seen: dict[str, Tensor], name: str, rows: Tensor) 
         seen[name] = rows.clone()
 
 
-class SideBySide(Mapping[str, Tensor]):
+class SideBySide(Features):
     """Features of the same rows side by side in memory; each by name is a view of it.
 
     Args:
