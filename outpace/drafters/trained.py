@@ -116,7 +116,7 @@ def _rank(config: Path, target: Target) -> int | None:
 
 def about(target: Target) -> dict[str, Any]:
     """What a drafter's config.json records of the target that it was trained for."""
-    mine = likeness(target)
+    mine = target.likeness
     return {
         "target": target.name,
         "target_digest": target.digest,
@@ -124,13 +124,6 @@ def about(target: Target) -> dict[str, Any]:
         "hidden_size": target.hidden_size,
         "vocab_size": target.vocab_size,
     }
-
-
-def likeness(target: Target) -> Likeness | None:
-    """Shape and a sample of the target's weights; None where they cannot be read by name."""
-    weights = target.checkpoint if isinstance(target, Decoder) else target
-    mine: Likeness | None = getattr(weights, "likeness", None)  # transformers' models have it, tables not
-    return mine
 
 
 def trained_exits(target: Target) -> tuple[int, ...]:
@@ -146,7 +139,7 @@ def unlike(said: Mapping[str, Any], target: Target, source: str) -> str | None:
         ModelError: the record cannot be read.
     """
     recorded = said.get("target_likeness")
-    mine = None if recorded is None else likeness(target)
+    mine = None if recorded is None else target.likeness
     if mine is None:
         return "its weights have another digest"
     return Likeness.from_json(recorded, source).difference(mine)

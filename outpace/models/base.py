@@ -22,6 +22,7 @@ from outpace.types import Feed, Scored, VocabMap
 
 if TYPE_CHECKING:
     from outpace.models.families import GenerationDefaults
+    from outpace.models.likeness import Likeness
     from outpace.models.text import Tokenizer
 
 TREE = "tree"
@@ -155,6 +156,11 @@ class Target(ABC):
         write keys and values of the attentions that run, and read those that this target left.
         """
         raise ModelError(f"{self.name} cannot leave out sub-layers; use the own decoder")
+
+    @property
+    def likeness(self) -> Likeness | None:
+        """What tells the same model, rounded otherwise; None where weights cannot be read by name."""
+        return None
 
     @cached_property
     def clock(self) -> PassClock:

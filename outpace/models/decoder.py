@@ -31,6 +31,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.fused import stored
 from outpace.models.graphs import Record, StaticPasses, cuda_recorder
 from outpace.models.layers import Layers
+from outpace.models.likeness import Likeness
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.products import works
@@ -161,6 +162,10 @@ class Decoder(Target):
             return self.checkpoint.tokenizer()
         except ModelError:
             return None
+
+    @property
+    def likeness(self) -> Likeness:
+        return self.checkpoint.likeness
 
     @property
     def embedding(self) -> Embedding:
