@@ -89,7 +89,7 @@ class _Text:
 
 
 class Proposer:
-    """A drafter for vLLM's method ``custom_class``; a class of one's own names another ``drafter``.
+    """A drafter for vLLM's method ``custom_class``; a class of one's own names its ``drafter``.
 
     Args:
         vllm_config: vLLM's ``VllmConfig``.
@@ -99,7 +99,7 @@ class Proposer:
         ModelError: a file that the drafter names cannot be read.
     """
 
-    drafter: ClassVar[str] = "suffix"
+    drafter: ClassVar[str]
     """Method spec."""
 
     def __init__(self, vllm_config: Any) -> None:
