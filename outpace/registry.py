@@ -271,8 +271,11 @@ def entries(kind: Kind | None = None) -> list[MethodEntry]:
     return [one for one in _table().methods.values() if one.kind in kinds]
 
 
-def entry(kind: Kind, name: str) -> MethodEntry:
+def entry(kind: Kind, name: str, *others: str) -> MethodEntry:
     """One method.
+
+    Args:
+        others: names that are right as well where users write ``name``, to be suggested.
 
     Raises:
         UnknownNameError: with near names, and what was left out.
@@ -284,7 +287,7 @@ def entry(kind: Kind, name: str) -> MethodEntry:
     if kind == "drafter" and (Path(name) / "config.json").is_file():
         raise OutpaceError(f"no drafter is called {name!r}; for the folder write ./{name}")
     known = [n for of_kind, n in table.methods if of_kind == kind]
-    raise UnknownNameError(_CALLED.get(kind, kind), name, known, table.broken)
+    raise UnknownNameError(_CALLED.get(kind, kind), name, [*known, *others], table.broken)
 
 
 def able(kind: Kind, ability: str) -> list[MethodEntry]:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outpace import registry
 from outpace.cli import interrupts, show
 from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
@@ -102,6 +103,7 @@ def train(
     if method == "target":
         _train_target(texts or (), out, settings or (), resume)
         return
+    registry.entry("objective", method, "target")
     from outpace.train.options import read_options
 
     options = read_options(method, settings or (), tokens)

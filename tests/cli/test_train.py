@@ -168,6 +168,7 @@ def test_sigterm_keeps_the_last_step_and_says_how_to_go_on(outpace, prompts, dat
     ("arguments", "message"),
     [
         (("draft_modle",), "unknown method to train 'draft_modle'; did you mean draft_model or redrafter?"),
+        (("targte",), "unknown method to train 'targte'; did you mean target?"),
         (("draft_model",), "no prompts"),
         (("draft_model", "--tokens", "0"), "--tokens must be at least 1"),
         (("draft_model", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
