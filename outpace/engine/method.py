@@ -155,9 +155,9 @@ class SingleMethod(Method):
             raise _lossy(f"{who}: {spec}")
         if self.policy.reads_estimates and not (traits.estimates or traits.foresees):
             raise SpecError(
-                f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter "
-                "does not make; a draft model makes them with a head from: "
-                f"outpace train acceptance --model {target.name}"
+                f"{who}: policy {plan['policy']} needs estimates of acceptance, which this drafter does not "
+                "make, nor any that is made of others; name one that does by itself, or train a head for a "
+                f"draft model: outpace train acceptance --model {target.name}"
             )
 
     @property

@@ -358,8 +358,8 @@ def test_a_head_is_found_by_its_digests_and_others_are_refused(engine, target, h
     spec = f"draft_model[{DRAFT} policy=specdecpp]"
     with pytest.raises(SpecError, match=r"specdecpp needs estimates.*outpace train acceptance"):
         Engine(target, drafter="none").generate([1, 2], drafter=spec)
-    with pytest.raises(SpecError, match="needs estimates"):
-        engine.generate([1, 2], drafter="suffix[policy=specdecpp]")
+    with pytest.raises(SpecError, match=r"needs estimates.*nor any that is made of others; name one"):
+        engine.generate([1, 2], drafter=f"hybrid[head=draft_model[{DRAFT}] policy=specdecpp]")
     home = trained.home("acceptance", target)
     shutil.copytree(head, home)
     found = Engine(target, drafter="none")
