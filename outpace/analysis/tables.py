@@ -22,7 +22,7 @@ import torch
 
 from outpace.analysis.enumeration import EnumeratingCoins, Fate, fates
 from outpace.coins import Coins, Stream
-from outpace.tree.growth import draw
+from outpace.tree.dynamic import draw
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
 from outpace.verifiers.base import TargetLaws, Verifier
 from outpace.verifiers.block import Block

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import accumulate
@@ -32,6 +32,7 @@ from typing import Any
 
 from torch import Tensor
 
+from outpace.coins import Coins
 from outpace.tree.shapes import LEAST
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Price
 
@@ -41,9 +42,6 @@ _HALVING = math.log(2.0)
 
 Paths = Sequence[Sequence[int]]
 """Of the open nodes, in the order of their logits: the tokens from the first guess down to each."""
-
-Pick = Callable[[Law, int, Drawn, Any, int, int], list[int]]
-"""``outpace.tree.growth.draw``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,12 +60,11 @@ class Dynamic:
 
     Args:
         row: a ``DraftRow`` whose budget has a dynamic shape.
-        draw: draws several siblings at once, for the rules that have to know their number.
         scale: of the drafter's levels.
     """
 
-    def __init__(self, row: Any, draw: Pick, scale: Scale) -> None:
-        self.row, self._draw, self._scale = row, draw, scale
+    def __init__(self, row: Any, scale: Scale) -> None:
+        self.row, self._scale = row, scale
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.q: list[float] = []
@@ -227,7 +224,7 @@ class Dynamic:
             left = self._budget.max_nodes - len(self.tokens)
             fan = 0 if law is None else self._fan(law, self._free(node), left)
             if law is not None and fan:
-                picks = self._draw(law, fan, row.drawn, row.coins, node, depth + 1)
+                picks = draw(law, fan, row.drawn, row.coins, node, depth + 1)
                 for token in dict.fromkeys(picks):  # an IID draw may repeat one
                     prob = law.prob(token)
                     fresh.append(self._add(node, token, prob, self._worth(node) * prob))
@@ -281,3 +278,26 @@ class Dynamic:
         at = {self.tokens[node]: node for node in range(len(self.tokens)) if self.parents[node] == parent}
         self._groups.append(Group(parent, self.row.drawn, tuple(map(at.__getitem__, picks)), len(self._laws)))
         self._laws.append(law)
+
+
+def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:
+    """Draw siblings from a distribution, in order.
+
+    Args:
+        count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
+        node: parent of the siblings, part of the coins' key.
+        depth: of the siblings, for the race of COUPLED.
+    """
+    if drawn is Drawn.IID:
+        return [coins.choose(law, node, i) for i in range(count)]
+    if drawn is Drawn.COUPLED:
+        return coins.race(law, depth, count)
+    picked: list[int] = []
+    if drawn is Drawn.GREEDY_PLUS_ONE:
+        picked = law.top(count - 1)
+    while len(picked) < count:
+        rest = law.without(picked) if picked else law
+        if rest is None:
+            break
+        picked.append(coins.choose(rest, node, len(picked)))
+    return picked

@@ -19,7 +19,7 @@ from torch import Tensor
 from outpace.cache.base import Lease
 from outpace.coins import Coins
 from outpace.sampling import Warp
-from outpace.tree.dynamic import Dynamic, Paths, Scale
+from outpace.tree.dynamic import Dynamic, Paths, Scale, draw
 from outpace.tree.mask import is_chain
 from outpace.tree.shapes import children
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Law, Rooted, Signals
@@ -272,7 +272,7 @@ def _begun(row: DraftRow[Any], scale: Scale) -> Growing:
         return row.grower(row, scale)
     shape = row.budget.shape
     if shape.beam and not shape.siblings:
-        return Dynamic(row, draw, scale)
+        return Dynamic(row, scale)
     return Fixed(row, None if shape.parent_N is None else children(shape.parent_N))
 
 
@@ -326,26 +326,3 @@ def _ask(tree: Growing, depth: int, reach: Sequence[float] | None) -> None:
         )
         more = tree.row.budget.stop.more(signals).tolist()
         tree.open = [n for n, go in zip(tree.open, more, strict=True) if go]
-
-
-def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:
-    """Draw siblings from a distribution, in order.
-
-    Args:
-        count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
-        node: parent of the siblings, part of the coins' key.
-        depth: of the siblings, for the race of COUPLED.
-    """
-    if drawn is Drawn.IID:
-        return [coins.choose(law, node, i) for i in range(count)]
-    if drawn is Drawn.COUPLED:
-        return coins.race(law, depth, count)
-    picked: list[int] = []
-    if drawn is Drawn.GREEDY_PLUS_ONE:
-        picked = law.top(count - 1)
-    while len(picked) < count:
-        rest = law.without(picked) if picked else law
-        if rest is None:
-            break
-        picked.append(coins.choose(rest, node, len(picked)))
-    return picked

@@ -9,7 +9,7 @@ from outpace.analysis.growths import GROWTHS, PROMPT, WRONG_GROWTHS, Growth, Tab
 from outpace.analysis.tables import RIGHT, World, outputs, step_error
 from outpace.drafters.base import Drafter
 from outpace.models.tiny import TableTarget
-from outpace.tree.dynamic import Dynamic
+from outpace.tree.dynamic import Dynamic, draw
 from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Draft, Drawn
 from outpace.verifiers.tree import Tree, TreeConfig
@@ -119,9 +119,9 @@ def test_siblings_are_counted_before_they_are_drawn(monkeypatch):
 
     def count_draws(self, logits_FD, id_D, paths, depth):
         law = self.row.warp.law(logits_FD[0], paths[0], id_D)
-        picks = self._draw(law, 1, Drawn.IID, self.row.coins, -1, 1)
+        picks = draw(law, 1, Drawn.IID, self.row.coins, -1, 1)
         if law.prob(picks[0]) < 0.5:
-            picks = self._draw(law, 2, Drawn.IID, self.row.coins, -1, 1)
+            picks = draw(law, 2, Drawn.IID, self.row.coins, -1, 1)
         fresh = [self._add(-1, t, law.prob(t), law.prob(t)) for t in dict.fromkeys(picks)]
         self._group(-1, picks, law)
         return fresh

@@ -10,8 +10,8 @@ from outpace.coins import Stream
 from outpace.law import Law
 from outpace.params import SamplingParams
 from outpace.sampling import Warp
-from outpace.tree.dynamic import Scale
-from outpace.tree.growth import DraftRow, draw, grow
+from outpace.tree.dynamic import Scale, draw
+from outpace.tree.growth import DraftRow, grow
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Shape
 from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.coupled import Coupled

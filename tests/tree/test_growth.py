@@ -11,8 +11,8 @@ from outpace.law import Law
 from outpace.params import SamplingParams
 from outpace.policies.confidence import Threshold
 from outpace.sampling import Warp
-from outpace.tree.dynamic import Scale
-from outpace.tree.growth import DraftRow, draw, grow
+from outpace.tree.dynamic import Scale, draw
+from outpace.tree.growth import DraftRow, grow
 from outpace.tree.shapes import budget, parse_shape
 from outpace.types import NOTHING, ROOT, Budget, Drawn, Price, Shape
 

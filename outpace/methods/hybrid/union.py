@@ -34,7 +34,6 @@ from torch import Tensor
 
 from outpace.drafters.worth import reached
 from outpace.tree.dynamic import MOST, Dynamic, Paths, Scale
-from outpace.tree.growth import draw
 from outpace.types import Draft, Drawn, Group, Law
 
 UNSEEN = 0.01
@@ -96,7 +95,7 @@ class Union(Dynamic):
     """
 
     def __init__(self, row: Any, scale: Scale, planted: Planted) -> None:
-        super().__init__(row, draw, scale)
+        super().__init__(row, scale)
         self.pays = True
         self._planted = planted.first(row.budget.max_nodes)
         self._own: list[float] = []
