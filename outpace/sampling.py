@@ -81,9 +81,8 @@ class Warp:
         ends = params.end_ids(eos_ids) if params.min_tokens else frozenset()
         self._end_K = _ids([token for token in ends if token < vocab_size])
         self._ban_K = _ids(params.banned_tokens)
-        self._allow_K = None
-        if params.allowed_tokens is not None:
-            self._allow_K = _ids(params.allowed_tokens - params.banned_tokens)
+        allowed, banned = params.allowed_tokens, params.banned_tokens
+        self._allow_K = None if allowed is None else _ids(allowed - banned)
         self._bias_K = torch.tensor(list(params.logit_bias), dtype=torch.int64)
         self._bias = torch.tensor(list(params.logit_bias.values()), dtype=torch.float64)
         self._penalized = self._repetition != 1 or bool(params.presence_penalty or params.frequency_penalty)
@@ -91,20 +90,12 @@ class Warp:
         self._matcher = None if rule is None else rule.begin()
         self._allowed: dict[tuple[int, ...], tuple[Tensor | None, int | None]] = {}
         self._text = list(prompt) if params.processors else []
-        self._always = bool(
-            self._penalized
-            or params.processors
-            or len(self._ban_K)
-            or len(self._bias_K)
-            or self._allow_K is not None
-        )
-        self._place: dict[int, int] = {}
-        self._seen_C = self._end_K.new_zeros(0)
-        self._count_C = torch.zeros(0)
-        if self._repetition != 1:
-            self._place = {token: i for i, token in enumerate(dict.fromkeys(prompt))}
-            self._seen_C = torch.tensor(list(self._place), dtype=torch.int64)
-            self._count_C = torch.zeros(len(self._place))
+        edits = self._penalized or params.processors or banned or params.logit_bias
+        self._always = bool(edits) or allowed is not None
+        seen = dict.fromkeys(prompt if self._repetition != 1 else ())
+        self._place = {token: i for i, token in enumerate(seen)}
+        self._seen_C = torch.tensor(list(self._place), dtype=torch.int64)
+        self._count_C = torch.zeros(len(self._place))
 
     @property
     def plain(self) -> bool:
