@@ -17,8 +17,8 @@ from outpace.types import CostCurve, KnownDrafter
 def recall(target: Target, costs: Costs) -> None:
     """Put what was measured of a target into costs; nothing is measured now."""
     try:
-        curve = kept("passes", target, "", CostCurve.from_json, None, None)
-        costs.know(kept("profile", target, "", _drafters, None, None) or {})
+        curve = kept("passes", target, "", CostCurve.from_json)
+        costs.know(kept("profile", target, "", _drafters) or {})
     except OSError:  # a checkpoint that vanished has no digest any more
         return
     if curve is not None:
@@ -52,7 +52,7 @@ def remember(owner: object, target: Target, methods: Mapping[str, Method]) -> we
 
 def _learned(target: Target) -> Mapping[str, Any]:
     """What policies learned before, by method spec."""
-    return kept("learned", target, "", dict, None, None) or {}
+    return kept("learned", target, "", dict) or {}
 
 
 def _write(target: Target, methods: Mapping[str, Method]) -> None:

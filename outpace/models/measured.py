@@ -88,8 +88,8 @@ def kept(
     target: Target,
     spec: str,
     read: Callable[[Any], T],
-    make: Callable[[], T] | None,
-    note: Callable[[str], None] | None,
+    make: Callable[[], T] | None = None,
+    note: Callable[[str], None] | None = None,
 ) -> T | None:
     """Read a measurement, or make and keep it; None if it is missing and not to be made."""
     key = _key(kind, target, spec)
