@@ -193,36 +193,19 @@ class Replay:
             rows.append(row)
             looks += looked
         plans = self.policy.plan(rows, load)
-        evidence, records, late = [], [], 0.0
         users: dict[str, tuple[int, int]] = {}
-        total, drafting = len(rows_of), 0
+        records, late = [], 0.0
         for one, plan in zip(rows_of, plans, strict=True):
-            text, position, left = one.walk.at(one.place)
-            nodes = depth = kept = unread = levels = 0
-            if plan.drafter != "none" and plan.budget.max_nodes > 0:
-                drafter = text.drafters[plan.drafter]
-                nodes, depth, kept, levels = drafter.draft(position, plan.budget)
-                kept = min(kept, left - 1)
-                self.by_drafter[plan.drafter] = self.by_drafter.get(plan.drafter, 0) + (nodes > 0)
-                drafting += 1
-                if drafter.passes:
-                    unread = one.place + text.start - one.read.get(plan.drafter, 0)
-                    late += self.device.unread * max(0, unread - USUAL)
-                    one.read[plan.drafter] = one.place + text.start
-                    count, deepest = users.get(plan.drafter, (0, 0))
-                    users[plan.drafter] = count + 1, max(deepest, levels)
-            total += nodes
-            evidence.append(Evidence(plan.drafter, nodes, depth, kept, False))
-            emitted = (0,) * (kept + 1)
-            records.append(
-                RowRecord(one.number, plan.drafter, nodes, kept, emitted, depth, False, plan.choice, unread)
-            )
-            one.place += kept + 1
-            self.tokens += kept + 1
+            record, more = self._drafted(one, plan, users)
+            records.append(record)
+            late += more
+        total, drafting = len(rows_of) + sum(one.drafted for one in records), sum(map(_drafts, plans))
         draft = late + sum(
             self.device.level(spec, count) * deepest for spec, (count, deepest) in users.items()
         )
-        self.policy.learn(rows, evidence)
+        self.policy.learn(
+            rows, [Evidence(one.drafter, one.drafted, one.depth, one.accepted, False) for one in records]
+        )
         verbs = {
             "plan": self.device.look * looks,
             "draft": draft + 0.02 * drafting,
@@ -244,6 +227,34 @@ class Replay:
         )
         self.steps += 1
         self.active = [one for one in rows_of if one.place < one.walk.length]
+
+    def _drafted(
+        self, one: _Sequence, plan: Plan, users: dict[str, tuple[int, int]]
+    ) -> tuple[RowRecord, float]:
+        """Draft for a sequence and let it go on; and the milliseconds of reading what it had not read.
+
+        Args:
+            users: drafter that runs passes -> sequences that it drafted for, and its levels; gains this one.
+        """
+        text, position, left = one.walk.at(one.place)
+        nodes = depth = kept = unread = levels = 0
+        late = 0.0
+        if _drafts(plan):
+            drafter = text.drafters[plan.drafter]
+            nodes, depth, kept, levels = drafter.draft(position, plan.budget)
+            kept = min(kept, left - 1)
+            self.by_drafter[plan.drafter] = self.by_drafter.get(plan.drafter, 0) + (nodes > 0)
+            if drafter.passes:
+                unread = one.place + text.start - one.read.get(plan.drafter, 0)
+                late = self.device.unread * max(0, unread - USUAL)
+                one.read[plan.drafter] = one.place + text.start
+                count, deepest = users.get(plan.drafter, (0, 0))
+                users[plan.drafter] = count + 1, max(deepest, levels)
+        one.place += kept + 1
+        self.tokens += kept + 1
+        emitted = (0,) * (kept + 1)
+        record = RowRecord(one.number, plan.drafter, nodes, kept, emitted, depth, False, plan.choice, unread)
+        return record, late
 
     def _noisy(self, milliseconds: float) -> float:
         if self.device.noise:
@@ -271,6 +282,11 @@ class Replay:
             previews,
         )
         return row, int(wanted)
+
+
+def _drafts(plan: Plan) -> bool:
+    """Whether somebody is asked for guesses."""
+    return plan.drafter != "none" and plan.budget.max_nodes > 0
 
 
 def replay(
