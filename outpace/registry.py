@@ -112,6 +112,12 @@ _CORE = (
         "Hu et al. 2025, arXiv:2502.18779",
     ),
     _verifier(
+        "spechub",
+        "SpecHub",
+        "Optimal for a draw and the likeliest token beside it, the draw first",
+        "SpecHub, arXiv:2411.05289",
+    ),
+    _verifier(
         "traversal",
         "Traversal",
         "Judges the paths of a tree from its leaves",

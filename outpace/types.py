@@ -46,6 +46,8 @@ class Drawn(enum.Enum):
     """Sampled from q without replacement, in draw order."""
     GREEDY_PLUS_ONE = "greedy_plus_one"
     """All but the last are q's most probable tokens; the last is sampled from the rest of q."""
+    HUB = "hub"
+    """Two: one sampled from q, then q's most probable token; if it was that one, another from the rest."""
     COUPLED = "coupled"
     """From q with the target's own position-keyed coins; only the verifier `coupled` takes it."""
 

@@ -143,7 +143,10 @@ MAP: tuple[tuple[str, str, tuple[str, ...], str, str], ...] = (
     (
         "verification",
         "what is kept, losslessly",
-        ("match", "chain", "tree", "block", "k_seq", "greedy_plus_one", "traversal", "coupled", "typical"),
+        (
+            *("match", "chain", "tree", "block", "k_seq", "greedy_plus_one", "spechub", "traversal"),
+            *("coupled", "typical"),
+        ),
         "",
         "rules that change the distribution by default: `typical` needs `allow_lossy`",
     ),

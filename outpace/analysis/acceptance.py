@@ -34,7 +34,7 @@ from outpace.verifiers.k_seq import discount
 from outpace.verifiers.typical import Typical, TypicalConfig
 
 Curve = Callable[[Floats, Floats, int, "Coins | None", int], list[float]]
-"""(p, q, most, coins, paths) -> acceptance for 1, 2, ... drafts; one entry if it takes only one."""
+"""(p, q, most, coins, paths) -> acceptance for 1, 2, ... drafts; no entry beyond what it takes."""
 
 
 def acceptance(
@@ -53,14 +53,15 @@ def acceptance(
     """
     curve = acceptances(p_V, q_V, k, rule, coins=coins, paths=paths)
     if len(curve) < k:
-        raise ValueError(f"{rule} takes {len(curve)} draft per position, got k={k}")
+        takes = "1 draft" if len(curve) == 1 else f"{len(curve)} drafts"
+        raise ValueError(f"{rule} takes {takes} per position, got k={k}")
     return curve[-1]
 
 
 def acceptances(
     p_V: Tensor, q_V: Tensor, most: int, rule: str, *, coins: Coins | None = None, paths: int = 16
 ) -> list[float]:
-    """``acceptance`` for 1, 2, ... ``most`` drafts; one entry where a verifier takes only one."""
+    """``acceptance`` for 1, 2, ... ``most`` drafts; no entry beyond what a verifier takes."""
     if rule not in RULES:
         raise UnknownNameError("verifier with a known acceptance", rule, RULES)
     if most < 1:
@@ -117,6 +118,11 @@ def _replaced(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) 
 
 def _greedy(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
     return [greedy_plus_one(p, q, k) for k in range(1, most + 1)]
+
+
+def _hub(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
+    """Two drafts at most; their pair is `greedy_plus_one`'s but for the order."""
+    return [greedy_plus_one(p, q, k) for k in range(1, min(most, 2) + 1)]
 
 
 def _distinct(p: Floats, q: Floats, most: int, coins: Coins | None, paths: int) -> list[float]:
@@ -193,6 +199,7 @@ RULES: Mapping[str, tuple[Drawn, Curve]] = MappingProxyType(
         "tree": (Drawn.DISTINCT, _distinct),
         "traversal": (Drawn.DISTINCT, _distinct),
         "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, _greedy),
+        "spechub": (Drawn.HUB, _hub),
         "coupled": (Drawn.COUPLED, _coupled),
     }
 )
@@ -206,7 +213,7 @@ def rules_of(drawn: Drawn) -> Sequence[str]:
 
 # On a model -----------------------------------------------------------------------------------
 
-BOUNDED = (Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE)
+BOUNDED = (Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE, Drawn.HUB)
 MOST = 8
 """Drafts per position up to which curves are drawn."""
 _PATHS = 4
@@ -224,7 +231,7 @@ class Acceptance:
     positions: int = 0
     bounds: dict[Drawn, list[float]] = field(default_factory=dict)
     curves: dict[str, list[float]] = field(default_factory=dict)
-    """Verifier -> acceptance; one entry where it takes one draft per position."""
+    """Verifier -> acceptance; no entry beyond the drafts that it takes per position."""
 
     def add(self, p_V: Tensor, q_V: Tensor, coins: Coins) -> None:
         self.positions += 1

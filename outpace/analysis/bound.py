@@ -55,7 +55,7 @@ def bound(p_V: Tensor, q_V: Tensor, k: int, drawn: Drawn) -> float:
     Args:
         q_V: draft distribution, dense, over the same ids.
         k: drafts, at least 1; more than q has tokens count as all of them.
-        drawn: how they are picked: IID, DISTINCT, GREEDY_PLUS_ONE or CHOSEN (q's best).
+        drawn: how they are picked: IID, DISTINCT, GREEDY_PLUS_ONE, HUB or CHOSEN (q's best).
 
     Raises:
         ValueError: COUPLED drafts share the target's coins; the bound does not speak of them.
@@ -80,6 +80,8 @@ def bounds(p_V: Tensor, q_V: Tensor, most: int, drawn: Drawn) -> list[float]:
         return [float(mass[min(k, len(best)) - 1]) for k in range(1, most + 1)]
     if drawn is Drawn.GREEDY_PLUS_ONE:
         return [greedy_plus_one(p, q, k) for k in range(1, most + 1)]
+    if drawn is Drawn.HUB:  # the same pairs, but for their order, and never more than two
+        return [greedy_plus_one(p, q, min(k, 2)) for k in range(1, most + 1)]
     raise ValueError(f"no bound is known for drafts drawn {drawn.value!r}")
 
 

@@ -230,7 +230,7 @@ class WaitsForTheNext(Spoiled):
         return Draft(draft.token_N[:last], draft.parent_N[:last], draft.groups[:last], draft.laws)
 
 
-_TREES = ("tree", "traversal", "k_seq")
+_TREES = ("tree", "traversal", "k_seq", "spechub")
 WRONG_GROWTHS: tuple[tuple[str, tuple[str, ...], Growth], ...] = (
     ("siblings counted after a draw", ("k_seq",), Growth(Budget(2, 1), DrawsOnDemand)),
     ("siblings by the token drawn", ("k_seq",), Growth(Budget(3, 1, shape=_HALVES), UnsureOfTheDrawn)),

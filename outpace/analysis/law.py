@@ -27,6 +27,7 @@ from outpace.analysis.tables import (
     chain_with_tails,
     chosen_then_drawn,
     fan,
+    hub_with_tails,
     nothing,
     past_the_support,
     step_error,
@@ -111,6 +112,7 @@ _TREES: tuple[Recipe, ...] = (
     called_distinct,
     fan(Drawn.GREEDY_PLUS_ONE, 1),
     fan(Drawn.GREEDY_PLUS_ONE, 3, 0),
+    fan(Drawn.HUB, 2),
     tail_of_the_draw,
     chosen_then_drawn,
 )
@@ -142,6 +144,14 @@ RECIPES: dict[str, tuple[Recipe, ...]] = {
         fan(Drawn.GREEDY_PLUS_ONE, 1),
         fan(Drawn.GREEDY_PLUS_ONE, 2),
         fan(Drawn.GREEDY_PLUS_ONE, 3, 0),
+    ),
+    "spechub": (
+        *_CHOSEN,
+        chain(Drawn.HUB),
+        fan(Drawn.HUB, 1),
+        fan(Drawn.HUB, 2),
+        fan(Drawn.HUB, 2, 2),
+        hub_with_tails,
     ),
     "coupled": (*_CHOSEN, chain(Drawn.COUPLED, 3), fan(Drawn.COUPLED, 2)),
 }

@@ -100,6 +100,52 @@ def greedy_plus_one(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> 
     return _walk(draft, laws, coins, size, attempt)
 
 
+def spechub(draft: Draft, laws: TargetLaws, coins: Coins, size: int) -> Verdict:
+    """Oracle of `spechub`: a table of all pairs, and what each gives to whom."""
+
+    def attempt(node: int, p_V: Tensor) -> tuple[int | None, Tensor]:
+        for group in draft.groups:
+            if group.parent != node or group.drawn is Drawn.CHOSEN or group.law is None:
+                continue
+            q_V = vector(draft.laws[group.law], size)
+            tokens = [draft.token_N[child] for child in group.nodes[:2]]
+            if q_V[tokens[0]] == 0:
+                continue
+            if len(tokens) == 1:
+                if coins.flip(float(p_V[tokens[0]] / q_V[tokens[0]]), node, 0):
+                    return group.nodes[0], p_V
+                left_V = (p_V - q_V).clamp(min=0)
+                p_V = left_V if left_V.sum() > 0 else p_V
+                continue
+            (hub,) = draft.laws[group.law].top(1)
+            rest_V = q_V.clone()
+            rest_V[hub] = 0
+            rest_V /= rest_V.sum()
+            (x,) = (set(tokens) - {hub}) if hub in tokens else (-1,)
+            if x < 0 or not rest_V[x] > 0:
+                continue
+            first_V, second_V = q_V.clone(), q_V[hub] * rest_V  # pairs by the token beside the hub
+            first_V[hub] = 0
+            to_first_V = torch.minimum(p_V, first_V)
+            to_second_V = torch.minimum(p_V - to_first_V, second_V)
+            others_V = p_V - to_first_V - to_second_V
+            others_V[hub] = 0
+            spare_first, spare_second = first_V.sum() - to_first_V.sum(), second_V.sum() - to_second_V.sum()
+            take = torch.minimum(p_V[hub], spare_second)
+            if tokens[0] == hub:
+                given, pair, chance, spare = to_second_V[x], second_V[x], take, spare_second
+            else:
+                given, pair, chance, spare = to_first_V[x], first_V[x], p_V[hub] - take, spare_first
+            if coins.flip(float(given / pair), node, 0):
+                return group.nodes[tokens.index(x)], p_V
+            if coins.flip(float(chance / spare) if spare > 0 else 1.0, node, 1):
+                return group.nodes[tokens.index(hub)], p_V
+            p_V = others_V if others_V.sum() > 0 else p_V
+        return None, p_V
+
+    return _walk(draft, laws, coins, size, attempt)
+
+
 def _walk(draft: Draft, laws: TargetLaws, coins: Coins, size: int, attempt: Attempt) -> Verdict:
     """Try what was drawn; else draw the extra token, and follow it if it is a child."""
     node = ROOT
@@ -204,6 +250,7 @@ ORACLES: dict[str, Oracle] = {
     "block": block,
     "k_seq": k_seq,
     "greedy_plus_one": greedy_plus_one,
+    "spechub": spechub,
     "traversal": traversal,
     "typical": typical,
 }

@@ -78,6 +78,26 @@ def best_of_two_draws(s: Sapling) -> None:
     s.hang(ROOT, Drawn.IID, [max(tokens, key=q.prob)], q)
 
 
+def ranked_pair(s: Sapling) -> None:
+    """The hub is put first, whichever was drawn first."""
+    q = s.world.q(())
+    tokens = s.draws(q, Drawn.HUB, 2, ROOT, 1)
+    s.hang(ROOT, Drawn.HUB, sorted(tokens, key=q.prob, reverse=True), q)
+
+
+def distinct_called_hub(s: Sapling) -> None:
+    """Two draws without replacement, verified as if only pairs with the hub could come."""
+    q = s.world.q(())
+    s.hang(ROOT, Drawn.HUB, s.draws(q, Drawn.DISTINCT, 2, ROOT, 1), q)
+
+
+def paired_if_unlikely(s: Sapling) -> None:
+    """The second of a pair is left out where the first is likely."""
+    q = s.world.q(())
+    tokens = s.draws(q, Drawn.HUB, 2, ROOT, 1)
+    s.hang(ROOT, Drawn.HUB, tokens[:1] if q.prob(tokens[0]) > 0.4 else tokens, q)
+
+
 def merged_repeats(s: Sapling) -> None:
     """A token that was drawn twice is tried once."""
     q = s.world.q(())
@@ -208,9 +228,10 @@ class StartsOver(Tree):
 
 _CHAIN = ("chain", "tree", "block", "k_seq", "traversal")
 _TREE, _SIBLINGS, _REPEATS = ("tree",), ("tree", "traversal"), ("tree", "k_seq", "traversal")
-_PICKERS = ("match", "coupled", "k_seq", "greedy_plus_one", "traversal")
+_PICKERS = ("match", "coupled", "k_seq", "greedy_plus_one", "spechub", "traversal")
 _GREEDY, _BLOCK, _K_SEQ, _TRAVERSAL = ("greedy_plus_one",), ("block",), ("k_seq",), ("traversal",)
 _GREEDY_FAN = fan(Drawn.GREEDY_PLUS_ONE, 2, 0)
+_HUB, _PAIR = ("spechub",), fan(Drawn.HUB, 2, 0)
 
 PLANTED = (
     Planted("argmax draft, softmax q", _CHAIN, argmax_with_softmax),
@@ -237,7 +258,7 @@ PLANTED = (
     Planted("draft and judge share coins", _GREEDY, chain(Drawn.GREEDY_PLUS_ONE), coins=OneStream),
     Planted("one coin per node", _CHAIN, chain(Drawn.IID), coins=OneCoinPerNode),
     Planted("one coin per node", _GREEDY, _GREEDY_FAN, coins=OneCoinPerNode, worlds=(World(3, vocab=4),)),
-    Planted("one coin per step", ("match", *_CHAIN, *_GREEDY), best([1, 1]), coins=OneCoinPerStep),
+    Planted("one coin per step", ("match", *_CHAIN, *_GREEDY, "spechub"), best([1, 1]), coins=OneCoinPerStep),
     Planted("one race per step", ("coupled",), best([1, 1]), coins=OneRacePerStep),
     Planted("drawn again where no child fits", _PICKERS, best([2, 1]), wrong=DrawsAgain),
     Planted("chosen siblings not struck", _TREE, best([2]), instead=StartsOver()),
@@ -253,6 +274,19 @@ PLANTED = (
     Planted("no discount", _K_SEQ, fan(Drawn.IID, 2, 0), instead=rules.UNDISCOUNTED),
     Planted("discount for one draw less", _K_SEQ, fan(Drawn.IID, 3, 0), instead=rules.LAST_DISCOUNT),
     Planted("greedy siblings left in q", _GREEDY, _GREEDY_FAN, instead=rules.GREEDY_IN_LAW),
+    Planted("hub put first after drawing", _HUB, ranked_pair),
+    Planted("distinct verified as a pair", _HUB, distinct_called_hub),
+    Planted("second left out for a likely first", _HUB, paired_if_unlikely),
+    Planted("residual forgets q", _HUB, _PAIR, wrong=ForgetsQ, worlds=(World(12),)),
+    Planted("kept with q / p", _HUB, _PAIR, coins=TurnedOver),
+    Planted("draft and judge share coins", _HUB, chain(Drawn.HUB), coins=OneStream),
+    Planted("one coin per node", _HUB, _PAIR, coins=OneCoinPerNode, worlds=(World(12),)),
+    Planted("hub not served", _HUB, _PAIR, instead=rules.HUB_UNSERVED),
+    Planted("hub served by its own pairs alone", _HUB, _PAIR, instead=rules.HUB_SERVED_ONCE),
+    Planted(
+        "residual forgets the second pairs", _HUB, _PAIR, instead=rules.HUB_RESIDUAL, worlds=(World(12),)
+    ),
+    Planted("second judged by all of p", _HUB, _PAIR, instead=rules.SECOND_FORGETS),
     Planted("weight unchanged by refusals", _TRAVERSAL, fan(Drawn.DISTINCT, 2), instead=rules.UNWEIGHED),
     Planted("weight not handed down", _TRAVERSAL, chain(Drawn.IID), instead=rules.EVERY_PATH_ALONE),
     Planted(

@@ -1,4 +1,4 @@
-"""Known-wrong versions of block, k_seq, greedy_plus_one and traversal, for `planted`.
+"""Known-wrong versions of block, k_seq, greedy_plus_one, spechub and traversal, for `planted`.
 
 Each replaces one part of a right verifier.
 """
@@ -6,6 +6,7 @@ Each replaces one part of a right verifier.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import ClassVar
 
 import torch
@@ -17,6 +18,7 @@ from outpace.verifiers.block import Block, Place
 from outpace.verifiers.greedy_plus_one import GreedyPlusOne
 from outpace.verifiers.k_seq import KSeq, discount
 from outpace.verifiers.rules import excess, probs, residual
+from outpace.verifiers.spechub import Plan, SpecHub
 from outpace.verifiers.traversal import Traversal, Visit
 
 
@@ -77,6 +79,43 @@ class GreedyInLaw(GreedyPlusOne):
         return None, residual(p, q)
 
 
+class HubUnserved(SpecHub):
+    """A pair that was refused leaves nothing to the hub."""
+
+    @staticmethod
+    def plan(p: Law, q: Law, rest: Law, hub: int) -> Plan:
+        """Nothing for the hub."""
+        return replace(SpecHub.plan(p, q, rest, hub), spill=0.0, take=0.0)
+
+
+class HubServedOnce(SpecHub):
+    """The hub is kept only of pairs that it is first of."""
+
+    @staticmethod
+    def plan(p: Law, q: Law, rest: Law, hub: int) -> Plan:
+        """Nothing spills."""
+        return replace(SpecHub.plan(p, q, rest, hub), spill=0.0)
+
+
+class HubResidual(SpecHub):
+    """The extra token comes from what the first pairs leave of p, as if there were no others."""
+
+    @staticmethod
+    def plan(p: Law, q: Law, rest: Law, hub: int) -> Plan:
+        """The residual of `chain`, without the hub."""
+        left = residual(p, q)
+        return replace(SpecHub.plan(p, q, rest, hub), rest=left.without((hub,)) or left)
+
+
+class SecondForgets(SpecHub):
+    """Behind the hub a token is judged by all of p, though it was first of other pairs."""
+
+    @staticmethod
+    def second(p_x: float, q_x: float, pair: float) -> float:
+        """As if p(x) had not been served."""
+        return p_x / pair
+
+
 class _Unweighed(Visit):
     """A refusal leaves the weight as it was."""
 
@@ -132,6 +171,10 @@ BLOCK_FULL_RESIDUAL = BlockFullResidual()
 UNDISCOUNTED = Undiscounted()
 LAST_DISCOUNT = LastDiscount()
 GREEDY_IN_LAW = GreedyInLaw()
+HUB_UNSERVED = HubUnserved()
+HUB_SERVED_ONCE = HubServedOnce()
+HUB_RESIDUAL = HubResidual()
+SECOND_FORGETS = SecondForgets()
 UNWEIGHED = Unweighed()
 EVERY_PATH_ALONE = EveryPathAlone()
 LIGHT_RESIDUAL = LightResidual()

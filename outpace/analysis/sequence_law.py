@@ -52,7 +52,7 @@ from outpace.verifiers.base import Verifier
 
 _PROMPT = (0, 1, 0, 0, 1)
 _DRAWN = ("chain", "tree", "block", "k_seq", "traversal")
-_ALL = ("match", *_DRAWN, "greedy_plus_one", "coupled")
+_ALL = ("match", *_DRAWN, "greedy_plus_one", "spechub", "coupled")
 _FAR = 1 << 20
 """A position that no case reaches: coins named after it stay alive."""
 _NEUTRAL = SamplingParams(temperature=1.0)

@@ -31,6 +31,7 @@ from outpace.verifiers.coupled import Coupled
 from outpace.verifiers.greedy_plus_one import GreedyPlusOne
 from outpace.verifiers.k_seq import KSeq
 from outpace.verifiers.match import Match
+from outpace.verifiers.spechub import SpecHub
 from outpace.verifiers.traversal import Traversal
 from outpace.verifiers.tree import Tree
 from outpace.verifiers.typical import Typical, TypicalConfig
@@ -42,6 +43,7 @@ RIGHT: dict[str, Verifier] = {
     "block": Block(),
     "k_seq": KSeq(),
     "greedy_plus_one": GreedyPlusOne(),
+    "spechub": SpecHub(),
     "traversal": Traversal(),
     "coupled": Coupled(),
 }
@@ -205,6 +207,13 @@ def two_and_one(s: Sapling) -> None:
     """Two draws, and one more below the first."""
     first = s.sample(ROOT, Drawn.IID, 2)
     s.sample(first[0], Drawn.IID, 1)
+
+
+def hub_with_tails(s: Sapling) -> None:
+    """Another drafter's favourites beside both of a pair, and a pair below each."""
+    for node in s.sample(ROOT, Drawn.HUB, 2):
+        s.top(node, 1)
+    s.top(ROOT, 1)
 
 
 def chain_of_both(s: Sapling) -> None:

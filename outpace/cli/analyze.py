@@ -38,6 +38,7 @@ _NAMES = {
     "iid": "with replacement",
     "distinct": "without replacement",
     "greedy_plus_one": "greedy and one",
+    "hub": "one and the hub",
     "coupled": "coupled",
 }
 
@@ -134,15 +135,17 @@ def show_report(report: Acceptance, prompts: int) -> None:
 
 def _picture(figure: Any, found: dict[str, Any]) -> bool:
     """Draw the curves, a square per way of drawing drafts."""
-    figure.set_size_inches(9, 6.5)
+    figure.set_size_inches(13, 6.5)
     figure.suptitle(
         f"{found['model']}, {found['drafter']}, temperature {found['temperature']:g}, "
         f"{show.count(found['positions'], 'position')}",
         fontsize="medium",
     )
     parts = {name: part for name, part in found["drafts"].items() if part["bound"]}
-    grid = figure.subplots(2, 2, sharex=True, sharey=True).ravel()
-    for axes, (drawn, part) in zip(grid, parts.items(), strict=True):
+    grid = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
+    for axes in grid[len(parts) :]:
+        axes.set_visible(False)
+    for axes, (drawn, part) in zip(grid, parts.items(), strict=False):
         steps = range(1, len(part["bound"]) + 1)
         axes.plot(steps, part["bound"], "--", color="0.4", label="at most")
         for index, (name, curve) in enumerate(part["verifiers"].items()):
@@ -153,8 +156,9 @@ def _picture(figure: Any, found: dict[str, Any]) -> bool:
         axes.set_title(_NAMES[drawn], fontsize="medium")
         axes.set_xticks(steps)
         axes.legend(fontsize="small")
-    for axes in grid[2:]:
+    for axes in grid[2 : len(parts)]:
         axes.set_xlabel("drafts")
-    for axes in grid[::2]:
+        axes.tick_params(labelbottom=True)
+    for axes in grid[::3]:
         axes.set_ylabel("acceptance")
     return True

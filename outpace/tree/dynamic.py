@@ -284,7 +284,7 @@ def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int
     """Draw siblings from a distribution, in order.
 
     Args:
-        count: draws wanted; DISTINCT and COUPLED give fewer if the support is smaller.
+        count: draws wanted; of a smaller support all but IID give fewer, and HUB gives two at most.
         node: parent of the siblings, part of the coins' key.
         depth: of the siblings, for the race of COUPLED.
     """
@@ -295,6 +295,9 @@ def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int
     picked: list[int] = []
     if drawn is Drawn.GREEDY_PLUS_ONE:
         picked = law.top(count - 1)
+    elif drawn is Drawn.HUB:
+        picked, count = [coins.choose(law, node, 0)], min(count, 2)
+        picked += [hub for hub in law.top(count - 1) if hub not in picked]
     while len(picked) < count:
         rest = law.without(picked) if picked else law
         if rest is None:

@@ -65,10 +65,13 @@ def draws_of(draft: Draft, group: Group, size: int) -> Iterator[tuple[int, Tenso
     if group.drawn is Drawn.GREEDY_PLUS_ONE:
         nodes = (nodes[-1], *nodes[:-1])
         q_V[[draft.token_N[i] for i in nodes[1:]]] = 0
+    hub = -1 if group.law is None else draft.laws[group.law].top(1)[0]
     for number, child in enumerate(nodes):
         x = draft.token_N[child]
         law_V = q_V
         chosen = group.drawn is Drawn.CHOSEN or (group.drawn is Drawn.GREEDY_PLUS_ONE and number > 0)
+        if group.drawn is Drawn.HUB and number > 0:
+            chosen, q_V[hub] = number > 1 or draft.token_N[nodes[0]] != hub, 0
         if chosen or q_V[x] == 0:
             law_V = torch.zeros(size, dtype=torch.float64)
             law_V[x] = 1

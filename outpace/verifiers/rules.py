@@ -121,6 +121,13 @@ def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:
         yield sampled, q.without([token[i] for i in greedy]) if greedy else q
         for child in greedy:
             yield child, None
+    elif group.drawn is Drawn.HUB:
+        assert q is not None
+        first, *others = group.nodes
+        yield first, q
+        hub = q.top(1)
+        for place, child in enumerate(others):
+            yield child, q.without(hub) if place == 0 and token[first] in hub else None
     else:
         for child in group.nodes:
             yield child, q

@@ -85,7 +85,7 @@ class Traversal(Verifier):
     """Judges the paths of a tree from its leaves."""
 
     name = "traversal"
-    takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
+    takes = frozenset(set(Drawn) - {Drawn.COUPLED})
     draws = Drawn.DISTINCT
     visit: ClassVar[type[Visit]] = Visit
 

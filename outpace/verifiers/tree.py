@@ -16,6 +16,7 @@ its draw given the draws before it:
     DISTINCT         q without the draws before it in its group
     GREEDY_PLUS_ONE  first the sampled token, from q without the group's greedy ones; these are
                      then CHOSEN (the residual keeps all their mass, so nothing is lost)
+    HUB              q; then CHOSEN, or q without the hub if the first was the hub
 
 Once nothing of q is left (DISTINCT drawn past its support), or q(x) is 0, x cannot have come from
 q. It came from some rule that reads no coin of the target, which is what CHOSEN means, and as
@@ -54,7 +55,7 @@ class Tree(Verifier):
     Config = TreeConfig
     config: TreeConfig
     name = "tree"
-    takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
+    takes = frozenset(set(Drawn) - {Drawn.COUPLED})
     draws = Drawn.DISTINCT
 
     def __init__(self, config: TreeConfig | None = None) -> None:

@@ -49,7 +49,7 @@ class Typical(Verifier):
     Config = TypicalConfig
     config: TypicalConfig
     name = "typical"
-    takes = frozenset({Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE})
+    takes = frozenset(set(Drawn) - {Drawn.COUPLED})
     draws = Drawn.CHOSEN
     lossless = False
 

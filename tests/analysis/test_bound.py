@@ -42,6 +42,14 @@ def tuples(q, k, drawn):
             for i, x in enumerate(drafts):
                 chance *= q[x] / sum(q[y] for y in tokens if y not in drafts[:i])
             yield drafts, chance
+    elif drawn is Drawn.HUB:
+        hub = int(np.argmax(q))
+        for x in tokens:
+            if k == 1:
+                yield (x,), float(q[x])
+            elif x != hub:
+                yield (x, hub), float(q[x])
+                yield (hub, x), float(q[hub] * q[x] / sum(q[y] for y in tokens if y != hub))
     else:
         top = tuple(np.argsort(-q)[: k - 1].tolist())
         rest = [x for x in tokens if x not in top]
@@ -59,7 +67,7 @@ def brute(p, q, k, drawn):
     )
 
 
-KINDS = (Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE)
+KINDS = (Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE, Drawn.HUB)
 
 
 @pytest.mark.parametrize("drawn", KINDS)
@@ -134,7 +142,7 @@ def test_acceptance_is_what_enumeration_keeps(rule):
         world = World(seed, vocab=4)
         p, q = world.p(()).prob_S, world.q(()).prob_S
         curve = acceptances(p, q, 3, rule, coins=COINS, paths=400)
-        assert len(curve) == (1 if rule in ("chain", "block") else 3)
+        assert len(curve) == {"chain": 1, "block": 1, "spechub": 2}.get(rule, 3)
         for k, got in enumerate(curve, start=1):
             if drawn is Drawn.CHOSEN:
                 kept = outputs(VERIFIERS[rule], lambda s, k=k: s.top(-1, k, drafter=1), world)[1]
@@ -173,8 +181,8 @@ def test_no_lossless_verifier_beats_the_bound(flat):
                 slack = 0.02 if drawn is Drawn.DISTINCT else 1e-8
                 for got, limit in zip(curve, most, strict=False):
                     assert got <= limit + slack, (rule, drawn)
-                if drawn in (Drawn.GREEDY_PLUS_ONE, Drawn.CHOSEN):
-                    assert curve == pytest.approx(most), "these are optimal"
+                if drawn in (Drawn.GREEDY_PLUS_ONE, Drawn.HUB, Drawn.CHOSEN):
+                    assert curve == pytest.approx(most[: len(curve)]), "these are optimal"
 
 
 def test_what_cannot_be_answered_is_said():
@@ -183,6 +191,8 @@ def test_what_cannot_be_answered_is_said():
         acceptance(p, q, 1, "kseq")
     with pytest.raises(ValueError, match="chain takes 1 draft per position, got k=2"):
         acceptance(p, q, 2, "chain")
+    with pytest.raises(ValueError, match="spechub takes 2 drafts per position, got k=3"):
+        acceptance(p, q, 3, "spechub")
     with pytest.raises(ValueError, match="give coins"):
         acceptance(p, q, 3, "tree")
     with pytest.raises(ValueError, match="at least 1 draft, got 0"):

@@ -61,7 +61,7 @@ def test_the_table_and_the_plot(outpace, tmp_path):
     ran = outpace(*FEW, "--drafter", DRAFTER, "--out", str(tmp_path))
     assert ran.code == 0, ran.err
     assert "mean over 8 positions of 2 texts" in ran.out
-    for words in ("at most", "typical (lossy)", "greedy_plus_one", "k_seq", "without replacement"):
+    for words in ("at most", "typical (lossy)", "greedy_plus_one", "k_seq", "spechub", "without replacement"):
         assert words in ran.out
     assert {file.name for file in tmp_path.iterdir()} == {
         "acceptance.json",

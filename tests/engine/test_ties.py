@@ -41,7 +41,7 @@ def lowest(ids):
 
 
 SPECS = ["suffix", "recycling", *(f"suffix[verifier={v}]" for v in ("match", "chain", "block", "traversal"))]
-SPECS += [f"suffix[verifier={v}]" for v in ("k_seq", "greedy_plus_one", "coupled")]
+SPECS += [f"suffix[verifier={v}]" for v in ("k_seq", "greedy_plus_one", "spechub", "coupled")]
 
 
 @pytest.mark.parametrize("settings", EDITED)

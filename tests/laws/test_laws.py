@@ -32,6 +32,7 @@ def test_the_output_has_the_targets_law(laws, name):
         ("block", 17),
         ("k_seq", 23),
         ("greedy_plus_one", 10),
+        ("spechub", 19),
         ("traversal", 25),
         ("coupled", 5),
     ],

@@ -18,6 +18,7 @@ SPECS = {
         "graph[draft=draft_model[model=tiny layers=1] agree=0 verifier=tree[replacement=true]]",
         "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=traversal]",
         "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=3x2x2 verifier=greedy_plus_one]",
+        "graph[draft=draft_model[model=tiny layers=1] agree=0 tree=2x2x2 verifier=spechub]",
         "graph[draft=eagle3[model=small.eagle3] agree=0 tree=3x3x2]",
         "graph[draft=quantized_self[shared=false] agree=0 tree=dynamic tree_size=10]",
     ],

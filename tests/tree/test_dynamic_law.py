@@ -15,6 +15,7 @@ from outpace.tree.growth import DraftRow, grow
 from outpace.types import ROOT, Budget, Draft, Drawn, Group, Shape
 from outpace.verifiers.base import TargetLaws
 from outpace.verifiers.coupled import Coupled
+from outpace.verifiers.spechub import SpecHub
 from outpace.verifiers.tree import Tree, TreeConfig
 
 V = 3
@@ -84,6 +85,8 @@ CASES = {
     "distinct": (Drawn.DISTINCT, Tree(), 4, 0.5),
     "iid": (Drawn.IID, Tree(TreeConfig(replacement=True)), 3, 0.5),
     "greedy_plus_one": (Drawn.GREEDY_PLUS_ONE, Tree(), 4, 1.2),
+    "hub": (Drawn.HUB, SpecHub(), 4, 0.5),
+    "hub, tree": (Drawn.HUB, Tree(), 4, 0.5),
     "coupled": (Drawn.COUPLED, Coupled(), 4, 0.5),
 }
 

@@ -156,8 +156,20 @@ def test_greedy_plus_one_draws_the_last_from_the_rest():
     assert law.without([0, 1, 2, 3]) is None
 
 
+def test_a_pair_has_the_hub_and_keeps_the_order_of_drawing():
+    law = Law(torch.tensor([0.1, 0.5, 0.25, 0.15, 0.0, 0.0]))
+    coins = [KeyedCoins(seed, 1, Stream.DRAFT) for seed in range(80)]
+    first = [draw(law, 1, Drawn.IID, c, ROOT, 1)[0] for c in coins]
+    for count in (2, 5):
+        pairs = [draw(law, count, Drawn.HUB, c, ROOT, 1) for c in coins]
+        assert [pair[0] for pair in pairs] == first, "the first is a draw from q"
+        assert {tuple(pair) for pair in pairs} == {(0, 1), (2, 1), (3, 1), (1, 0), (1, 2), (1, 3)}
+    assert [draw(law, 1, Drawn.HUB, c, ROOT, 1) for c in coins] == [[x] for x in first]
+    assert draw(Law.one_hot(4), 2, Drawn.HUB, coins[0], ROOT, 1) == [4]
+
+
 @pytest.mark.parametrize(
-    "drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE]
+    "drawn", [Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE, Drawn.HUB]
 )
 @pytest.mark.parametrize("size", [1, 3, 12])
 def test_dynamic_trees_record_their_laws_and_keep_the_budget(drawn, size):
@@ -213,7 +225,7 @@ def test_the_least_chance_of_a_guess_says_how_full_a_dynamic_tree_gets(drawn):
     assert sum(full) > sum(some) > sum(few) > 0
 
 
-@pytest.mark.parametrize("drawn", [Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE])
+@pytest.mark.parametrize("drawn", [Drawn.COUPLED, Drawn.GREEDY_PLUS_ONE, Drawn.HUB])
 def test_siblings_that_are_drawn_together_leave_room_below_them(drawn):
     def depths(least):
         asked = replace(budget(f"dynamic:4:{least}", 5, 4), price=Price((0.0,), (0.0,)))
@@ -283,7 +295,7 @@ def test_cape_adds_siblings_where_the_drafter_is_unsure():
     assert [small.depth_N.count(depth) for depth in (1, 2, 3)] == [2, 4, 1], "room is left for the chain"
 
 
-@pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.IID, Drawn.GREEDY_PLUS_ONE])
+@pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.IID, Drawn.GREEDY_PLUS_ONE, Drawn.HUB])
 def test_cape_draws_as_many_as_the_distribution_says(drawn):
     """Whatever comes out, the number of draws of a level is the same."""
     counts = set()

@@ -1,4 +1,4 @@
-"""k_seq, greedy_plus_one and traversal: what they take, what they keep, what they read."""
+"""k_seq, greedy_plus_one, spechub and traversal: what they take, what they keep, what they read."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from outpace.verifiers.traversal import Traversal, Visit
 from tests.verifiers.refusing import Refusing
 
 K_SEQ, GREEDY, TRAVERSAL, TREE = (RIGHT[name] for name in ("k_seq", "greedy_plus_one", "traversal", "tree"))
-THREE = ("k_seq", "greedy_plus_one", "traversal")
+FOUR = ("k_seq", "greedy_plus_one", "spechub", "traversal")
 
 
 class Given(TargetLaws):
@@ -114,7 +114,7 @@ def test_long_chains_are_no_recursion():
     assert len(verdict.kept) == 3000
 
 
-# All three ------------------------------------------------------------------------------------
+# All four -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -123,7 +123,8 @@ def test_long_chains_are_no_recursion():
         ("block", {Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT}),
         ("k_seq", {Drawn.CHOSEN, Drawn.IID}),
         ("greedy_plus_one", {Drawn.CHOSEN, Drawn.GREEDY_PLUS_ONE}),
-        ("traversal", {Drawn.CHOSEN, Drawn.IID, Drawn.DISTINCT, Drawn.GREEDY_PLUS_ONE}),
+        ("spechub", {Drawn.CHOSEN, Drawn.HUB}),
+        ("traversal", set(Drawn) - {Drawn.COUPLED}),
     ],
 )
 def test_wrong_groups_are_refused_by_name(name, takes):
@@ -141,7 +142,7 @@ def test_wrong_groups_are_refused_by_name(name, takes):
                 RIGHT[name].judge(draft, Given(q), KeyedCoins(0, 1, Stream.JUDGE))
 
 
-@pytest.mark.parametrize("name", ["k_seq", "greedy_plus_one"])
+@pytest.mark.parametrize("name", ["k_seq", "greedy_plus_one", "spechub"])
 def test_two_drawn_groups_below_one_parent_are_refused(name):
     q = Law(torch.tensor([0.5, 0.5]))
     drawn = RIGHT[name].draws
@@ -150,7 +151,7 @@ def test_two_drawn_groups_below_one_parent_are_refused(name):
         RIGHT[name].check(Draft((0, 1), (ROOT, ROOT), groups, (q,)))
 
 
-@pytest.mark.parametrize("name", THREE)
+@pytest.mark.parametrize("name", FOUR)
 def test_greedy_finds_the_branch(name):
     draft = Draft.chosen([1, 2, 3, 4, 5], [ROOT, ROOT, 1, 1, 3])
     laws = {ROOT: Law.one_hot(2), 1: Law.one_hot(4), 3: Law.one_hot(9)}
@@ -158,7 +159,7 @@ def test_greedy_finds_the_branch(name):
     assert (verdict.kept, verdict.emitted, verdict.laws) == ((1, 3), (2, 4, 9), None)
 
 
-@pytest.mark.parametrize("name", ["block", *THREE, "typical"])
+@pytest.mark.parametrize("name", ["block", *FOUR, "typical"])
 def test_at_temperature_0_all_keep_what_tree_keeps(name):
     verifier = {**RIGHT, **LOSSY}[name]
     lengths = set()
@@ -176,7 +177,7 @@ def test_at_temperature_0_all_keep_what_tree_keeps(name):
     assert len(lengths) > 2
 
 
-@pytest.mark.parametrize("name", ["block", *THREE])
+@pytest.mark.parametrize("name", ["block", *FOUR])
 def test_refusals_never_leave_nothing(name):
     """Rounding may refuse what has almost all the mass; the extra token still comes from p."""
     verifier = RIGHT[name]

@@ -30,7 +30,7 @@ def split(row: DraftRow[State]) -> tuple[int, list[int]]:
     left = min(budget.max_nodes, budget.max_rows)
     most = min(left, budget.max_depth)
     template = budget.shape.parent_N
-    if most < 2 or row.drawn is Drawn.GREEDY_PLUS_ONE:
+    if most < 2 or row.drawn in (Drawn.GREEDY_PLUS_ONE, Drawn.HUB):
         return most, []
     if template is None:
         others = [left // 4] * (LEADERS - 1) if budget.shape.beam else []

@@ -166,6 +166,7 @@ CASES = {
     "k_seq": Case("2,1/2", verifier="k_seq"),
     "traversal": Case("2,1/1", verifier="traversal"),
     "greedy_plus_one": Case("2,1/2", verifier="greedy_plus_one"),
+    "spechub": Case("2,1/2", shape=widths((2, 1)), verifier="spechub"),
     "match": Case("2,1/2", verifier="match"),
     "coupled": Case("2,1/2", verifier="coupled"),
     "coupled, three levels": Case("2/1,1/1", models=2, verifier="coupled"),

@@ -443,6 +443,7 @@ CASES = {
     "tokens, block": Case("tokens", verifier="block"),
     "tokens, traversal": Case("tokens", shape=widths((2, 1)), verifier="traversal"),
     "tokens, best and one": Case("tokens", shape=widths((2,)), verifier="greedy_plus_one"),
+    "tokens, with the hub": Case("tokens", shape=widths((2,)), verifier="spechub"),
     "tokens, coupled": Case("tokens", verifier="coupled", length=4),
     "tokens, penalties": Case("tokens", params=SETTINGS),
     "tokens, some allowed": Case("tokens", params=SOME),

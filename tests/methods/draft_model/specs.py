@@ -16,6 +16,7 @@ SPECS = {
         "draft_model[model=tiny layers=1 verifier=block]",
         "draft_model[model=tiny layers=1 tree=3x2 verifier=k_seq]",
         "draft_model[model=tiny layers=1 tree=3x2 verifier=greedy_plus_one]",
+        "draft_model[model=tiny layers=1 tree=3x2 verifier=spechub]",
         "draft_model[model=tiny layers=1 tree=3x2x1 verifier=traversal]",
         "draft_model[model=tiny layers=1 policy=schedule]",
         "draft_model[model=tiny layers=1 policy=bandit]",

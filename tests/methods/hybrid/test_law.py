@@ -20,6 +20,7 @@ VERIFIERS = {
     "with replacement": Tree(TreeConfig(replacement=True)),
     "traversal": RIGHT["traversal"],
     "k_seq": RIGHT["k_seq"],
+    "spechub": RIGHT["spechub"],
 }
 SHAPES = {
     "a guess": ((ROOT,), (0.6,)),
