@@ -7,6 +7,7 @@ what cannot be honoured is refused by name.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -177,7 +178,7 @@ def _params(
     warp: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     # transformers puts temperature, top-k, top-p and min-p last, in this order; ours do the same, faster.
     for name, field in reversed(_WARPERS):
-        if rules and type(rules[-1]).__name__ == name and config.do_sample:
+        if rules and type(rules[-1]).__name__ == name and config.do_sample and _usual(rules[-1]):
             warp[field] = getattr(rules.pop(), field)
     stops = [one for one in criteria if type(one).__name__ != "MaxLengthCriteria"]
     return SamplingParams(
@@ -188,6 +189,12 @@ def _params(
         max_new_tokens=config.max_length - input_ids.shape[1],
         seed=int(torch.randint(1 << 62, ())),
     )
+
+
+def _usual(warper: Any) -> bool:
+    """Whether a warper forbids what it drops, and may drop all tokens but one, as ours do."""
+    forbids = getattr(warper, "filter_value", -math.inf) == -math.inf
+    return forbids and getattr(warper, "min_tokens_to_keep", 1) == 1
 
 
 def _as_batch(input_ids: Tensor, row: int, answer: Sequence[int]) -> Tensor:

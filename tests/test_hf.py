@@ -10,11 +10,15 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
 )
 
 import outpace
+from outpace.sampling import Warp
 
 LENGTH = 24
 SAMPLED = dict(do_sample=True, temperature=0.8, top_k=3, top_p=0.9)
@@ -119,6 +123,30 @@ def test_warpers_become_settings_and_other_rules_stay_in_front(model, batch, mon
     assert not seen[0]["processors"]
     model.generate(**batch, max_new_tokens=2, custom_generate=outpace.hf.decode, typical_p=0.5, **SAMPLED)
     assert seen[-1]["temperature"] == 1.0 and len(seen[-1]["processors"]) == 4  # typical_p comes last
+
+
+@pytest.mark.parametrize(
+    ("warper", "kept"),
+    [
+        (TopPLogitsWarper(0.01, min_tokens_to_keep=5), 5),
+        (MinPLogitsWarper(1.0, min_tokens_to_keep=5), 5),
+        (TopKLogitsWarper(1, filter_value=0.0), 61),
+        (TopKLogitsWarper(3), 3),
+    ],
+)
+def test_a_warper_of_ones_own_keeps_all_its_settings(model, monkeypatch, warper, kept):
+    seen = []
+    real = Warp.law
+    monkeypatch.setattr(Warp, "law", lambda *given: seen.append(real(*given)) or seen[-1])
+    model.generate(
+        torch.tensor([[7, 8, 9]]),
+        max_new_tokens=1,
+        custom_generate=outpace.hf.decode,
+        drafter="none",
+        logits_processor=LogitsProcessorList([warper]),
+        **SAMPLED | dict(temperature=1.0, top_k=0, top_p=1.0),
+    )
+    assert int((seen[-1].prob_S > 0).sum()) == kept
 
 
 def test_a_streamer_gets_prompt_and_tokens_once(model):
