@@ -88,8 +88,8 @@ def decode(
         ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``sequences``.
 
     Raises:
-        RequestError: beams, an input besides text, an output besides ids, a processor with a state,
-            or any other wish that would be ignored; the line names it.
+        RequestError: beams, a mask that hides more than padding, an input besides text, an output
+            besides ids, a processor with a state, or any other wish that would be ignored; the line names it.
 
     A sampled text has the distribution of ``generate``, and ``torch.manual_seed`` names it. Tokens are others
     than those of ``generate`` with the same seed.
@@ -97,9 +97,7 @@ def decode(
     """
     _check(input_ids, generation_config, model_kwargs, streamer, logits_processor or ())
     engine = _engine(model, drafter, backend)
-    rows, width = input_ids.shape
-    mask = model_kwargs.get("attention_mask")
-    starts = [0] * rows if mask is None else (mask[:, :width] != 0).int().argmax(1).tolist()
+    starts = _starts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     prompts = [ids[start:] for ids, start in zip(input_ids.tolist(), starts, strict=True)]
     params = [
         _params(
@@ -168,6 +166,24 @@ def _check(
                 f"{type(processor).__name__} depends on earlier calls, so it cannot be asked about "
                 "guesses; leave it out"
             )
+
+
+def _starts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None) -> list[int]:
+    """Where the prompts begin, behind their padding; refuse a mask or positions of another kind."""
+    shown = torch.ones_like(input_ids) if mask is None else mask[:, : input_ids.shape[1]]
+    shown, place = shown != 0, torch.arange(shown.shape[1], device=shown.device)
+    start = shown.int().argmax(1)
+    if not torch.equal(shown, place >= start[:, None]):
+        raise RequestError(
+            "attention_mask hides tokens of a prompt, and outpace.hf.decode reads prompts whole; "
+            "pad on the left"
+        )
+    if position_ids is not None and bool(((position_ids != place - start[:, None]) & shown).any()):
+        raise RequestError(
+            "position_ids must count the tokens of each prompt from 0 for outpace.hf.decode; leave them out"
+        )
+    found: list[int] = start.tolist()
+    return found
 
 
 def _params(

@@ -179,7 +179,12 @@ def test_a_dictionary_on_request(model, batch):
     assert torch.equal(out.sequences, model.generate(**batch, max_new_tokens=3, do_sample=False))
 
 
+HOLE = torch.ones(3, 9, dtype=torch.int64)
+HOLE[1, 4] = 0
 REFUSED = {
+    "attention_mask hides": dict(attention_mask=HOLE),
+    "attention_mask hides tokens": dict(attention_mask=torch.arange(9).lt(7).int().expand(3, -1)),
+    "position_ids": dict(attention_mask=None, position_ids=torch.arange(9).expand(3, -1) + 2),
     "num_beams=2": dict(num_beams=2),
     "output_scores": dict(output_scores=True, return_dict_in_generate=True),
     "UnbatchedClassifierFreeGuidance": dict(guidance_scale=2.0),
@@ -190,7 +195,8 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_honoured_is_refused_by_name(model, batch, name):
     with pytest.raises(outpace.RequestError, match=name):
-        model.generate(**batch, max_new_tokens=3, custom_generate=outpace.hf.decode, **REFUSED[name])
+        given = batch | REFUSED[name]
+        model.generate(**given, max_new_tokens=3, custom_generate=outpace.hf.decode)
 
 
 def test_a_batch_has_no_streamer(model, batch):
