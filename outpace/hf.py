@@ -30,6 +30,7 @@ _TAKEN = frozenset(
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 """Processors whose result depends on earlier calls, so that they cannot be asked about guesses."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
+_MODES = ("greedy_search", "sample", "assisted_generation")
 _WARPERS = (
     ("TemperatureLogitsWarper", "temperature"),
     ("TopKLogitsWarper", "top_k"),
@@ -153,6 +154,11 @@ def _check(
         )
     if config.num_beams and config.num_beams > 1:
         raise RequestError(f"num_beams={config.num_beams}: outpace.hf.decode has no beam search; set it to 1")
+    mode = str(config.get_generation_mode().value)
+    if mode not in _MODES:
+        raise RequestError(
+            f"{mode}: outpace.hf.decode decodes greedily or samples; leave out what asks for it"
+        )
     for name in _OUTPUTS:
         if getattr(config, name, None):
             raise RequestError(f"{name} is not given by outpace.hf.decode; leave it out")

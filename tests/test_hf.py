@@ -186,6 +186,8 @@ REFUSED = {
     "attention_mask hides tokens": dict(attention_mask=torch.arange(9).lt(7).int().expand(3, -1)),
     "position_ids": dict(attention_mask=None, position_ids=torch.arange(9).expand(3, -1) + 2),
     "num_beams=2": dict(num_beams=2),
+    "contrastive_search": dict(penalty_alpha=0.6, top_k=4),
+    "dola_generation": dict(dola_layers="low"),
     "output_scores": dict(output_scores=True, return_dict_in_generate=True),
     "UnbatchedClassifierFreeGuidance": dict(guidance_scale=2.0),
     "inputs_embeds": dict(inputs_embeds=torch.zeros(3, 9, 32)),
