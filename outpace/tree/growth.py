@@ -180,7 +180,7 @@ class Fixed:
             tokens_Fk, probs_Fk = row.warp.ranking(logits_FD, paths, most, id_D)
             for node, picked, probs in zip(self.open, tokens_Fk, probs_Fk, strict=True):
                 fan = self.fan(node)
-                if fan:
+                if fan and picked:  # the settings may leave nothing
                     grown += self.add(node, picked[:fan], probs[:fan], None, Drawn.CHOSEN)
         else:
             for i, (node, path) in enumerate(zip(self.open, paths, strict=True)):

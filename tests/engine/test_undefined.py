@@ -82,6 +82,37 @@ def test_settings_that_leave_no_distribution_are_an_error(settings, temperature)
         engine.generate([0, 1, 2, 1, 0], max_new_tokens=8, **{**settings, "temperature": temperature})
 
 
+class OnlyTo:
+    """A grammar in which nothing but a banned token follows texts other than one."""
+
+    def __init__(self, wanted, said=()):
+        self.wanted, self.said = tuple(wanted), tuple(said)
+
+    def begin(self):
+        return OnlyTo(self.wanted)
+
+    def advance(self, tokens):
+        self.said += tuple(tokens)
+
+    def allowed(self, path):
+        text = self.said + tuple(path)
+        return None if text == self.wanted[: len(text)] else torch.arange(286) == 7
+
+
+@pytest.mark.parametrize("growth", ["verifier=chain", "verifier=block", "", "tree=2x2", "tree=dynamic"])
+def test_a_guess_after_which_nothing_may_come_is_the_last(growth):
+    engine = Engine.load("tiny", drafter="none")
+    settings = {"temperature": 0.0, "max_new_tokens": 12, "banned_tokens": {7}}
+    plain = engine.generate([5, 9, 11, 5, 9], **settings)
+    got = engine.generate(
+        [5, 9, 11, 5, 9],
+        drafter=f"draft_model[model=tiny layers=1 {growth}]",
+        grammar=OnlyTo(plain.tokens),
+        **settings,
+    )
+    assert got.tokens == plain.tokens
+
+
 def test_a_bias_beyond_float32_is_refused_at_once():
     with pytest.raises(RequestError, match=r"logit_bias of token 3 must be a number within \+-3e38, got 1e"):
         SamplingParams(logit_bias={3: 1e39})
