@@ -80,7 +80,7 @@ class Clasp(PartDrafter[ClaspState]):
         """Layers to leave out."""
         self._parts: WeakValueDictionary[SkipSet, Target] = WeakValueDictionary()
         some = frozenset(range(self.count))  # as large as others
-        share = SkipSet(some, some).part(target).weight_bytes / max(1, target.weight_bytes)
+        share = target.share(SkipSet(some, some).part(target))
         self.traits = replace(self.traits, level_D=(share,))
 
     @classmethod

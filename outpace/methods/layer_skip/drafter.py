@@ -97,7 +97,7 @@ class LayerSkip(PartDrafter[SkipState]):
         self.skip = skip
         """What is left out now."""
         self.model = skip.part(self.target)
-        share = self.model.weight_bytes / max(1, self.target.weight_bytes)
+        share = self.target.share(self.model)
         self.traits = replace(self.traits, level_D=(share,))
 
     @classmethod

@@ -167,7 +167,7 @@ class Trial:
 
     def cost(self, skip: SkipSet) -> float:
         """Of a guess, in whole passes, by weights read."""
-        return skip.part(self.target).weight_bytes / self.target.weight_bytes
+        return self.target.share(skip.part(self.target))
 
 
 def recall(file: Path, layers: int) -> SkipSet | None:
