@@ -260,8 +260,7 @@ class Shape:
     """Above 0: no template, but a tree that grows where the drafter's own probabilities say it
     pays (``outpace.tree.dynamic``), with at most so many nodes expanded per level."""
     least: float = 0.0
-    """Of such a tree: a place is filled if the probability that verification gets there is above
-    this share of a node, ``least / max_nodes``."""
+    """A place of such a tree is filled if verification gets there more often than ``least / max_nodes``."""
     siblings: tuple[int, ...] = ()
     """Of a chain with siblings: tokens of a level, by tenths of the drafter's highest probability there."""
 
@@ -372,8 +371,7 @@ class Scored:
     rider_logits_RV: Tensor | None = None
     rider_start_B: tuple[int, ...] = (0,)
     best: tuple[Sequence[int], Sequence[float]] | None = None
-    """Index and value of the largest of every row of logits, as `outpace.rows.best_rows` gives
-    them, if the pass found them on its way."""
+    """Index and value of the largest logit of every row, as `outpace.rows.best_rows` has them, if known."""
 
     def of(self, index: int) -> Scored:
         """The part of one feed, as views; of the only one all of it."""
