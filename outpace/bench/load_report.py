@@ -41,18 +41,6 @@ class Round:
         tokens = sum(len(reply.tokens) for reply in self.replies if reply.error is None)
         return tokens / self.seconds if self.seconds > 0 else 0.0
 
-    @property
-    def full_rate(self) -> float | None:
-        """New tokens per second until a client had nothing left to ask; None in an open loop."""
-        if self.arrival.concurrency is None:
-            return None
-        ended = sorted(reply.ended for reply in self.replies)
-        until = ended[max(0, len(ended) - self.arrival.concurrency)]
-        seconds = until - min(reply.began for reply in self.replies)
-        good = (reply for reply in self.replies if reply.error is None)
-        tokens = sum(count for reply in good for at, count in reply.portions if at <= until)
-        return tokens / seconds if seconds > 0 else 0.0
-
 
 @dataclass(slots=True)
 class Session:
@@ -97,10 +85,8 @@ def build(session: Session, provenance: Mapping[str, Any]) -> Report:
 def _row(drafter: str, arrival: Arrival, rounds: Sequence[Round], session: Session) -> Report:
     here = [one for one in rounds if one.arrival == arrival]
     mine = sorted((one for one in here if one.drafter == drafter), key=lambda one: one.turn)
-    plain = {one.turn: one for one in here if one.drafter == PLAIN}
-    pairs = [(one, plain[one.turn]) for one in mine if one.turn in plain]
-    ratios = [one.rate / other.rate for one, other in pairs if other.rate]
-    full = [(one.full_rate, other.full_rate) for one, other in pairs]
+    plain = {one.turn: one.rate for one in here if one.drafter == PLAIN}
+    ratios = [one.rate / plain[one.turn] for one in mine if plain.get(one.turn)]
     replies = [reply for one in mine for reply in one.replies]
     good = [reply for reply in replies if reply.error is None]
     counts = [reply.metrics.get("speculative_decoding") or {} for reply in good]
@@ -123,7 +109,6 @@ def _row(drafter: str, arrival: Arrival, rounds: Sequence[Round], session: Sessi
         "tokens_per_second": tokens / seconds if seconds > 0 else None,
         "speedup": stats.mean(ratios),
         "round_speedups": ratios,
-        "full_speedup": stats.mean([a / b for a, b in full if a is not None and b]),
         **_spread("first_token_seconds", [reply.first_seconds for reply in good]),
         **_spread("inter_token_seconds", [gap for reply in good for gap in reply.gaps]),
         **_spread("seconds_per_token", each),
@@ -224,7 +209,6 @@ def table(report: Report) -> Table:
     rows = report["loads"]
     checked = any(row["texts"] is not None for row in rows)
     streams = any(row["over_one_stream"] is not None for row in rows)
-    closed = any(row["full_speedup"] is not None for row in rows)
     return Table(
         "Milliseconds are p50 / p95",
         (
@@ -233,7 +217,6 @@ def table(report: Report) -> Table:
             "tok/s",
             *(["x one"] if streams else []),
             "speed-up",
-            *(["full"] if closed else []),
             "first token ms",
             "inter-token ms",
             "ms per token",
@@ -248,7 +231,6 @@ def table(report: Report) -> Table:
                 number(row["tokens_per_second"], 1),
                 *([number(row["over_one_stream"])] if streams else []),
                 number(row["speedup"]),
-                *([number(row["full_speedup"])] if closed else []),
                 _pair(row, "first_token_seconds"),
                 _pair(row, "inter_token_seconds"),
                 _pair(row, "seconds_per_token"),

@@ -291,31 +291,6 @@ def test_rates_over_that_of_one_client():
     assert table(report).columns[3] == "x one" and table(report).rows[1][3] == "8.00"
 
 
-def test_what_is_answered_while_every_client_asks():
-    two = Arrival(concurrency=2)
-
-    def alone(scale, late):
-        """Three answers by two clients; the second one has nothing left to ask after its first."""
-        replies = [
-            reply("a", 0.0, (1.0 * scale, [1]), (2.0 * scale, [2])),
-            reply("b", 0.0, (1.0 * scale, [1]), (3.0 * scale, [2])),
-            reply("c", 2.0 * scale, (3.0 * scale, [1]), (late, [2] * 7)),
-        ]
-        for one in replies:
-            one.ended = one.portions[-1][0]
-        return replies
-
-    rounds = [Round("fast", two, 0, 9.0, alone(1.0, 9.0)), Round("none", two, 0, 9.0, alone(2.0, 9.0))]
-    assert [one.full_rate for one in rounds] == [5 / 3, 5 / 6]
-    report = build(Session(["fast", "none"], rounds), PROVENANCE)
-    assert [(row["speedup"], row["full_speedup"]) for row in report["loads"]] == [(1.0, 2.0), (1.0, 1.0)]
-    assert table(report).columns[4] == "full" and table(report).rows[0][4] == "2.00"
-    opened = Round("none", Arrival(rate=2.0), 0, 9.0, alone(1.0, 9.0))
-    report = build(Session(["none"], [opened]), PROVENANCE)
-    assert opened.full_rate is report["loads"][0]["full_speedup"] is None
-    assert "full" not in table(report).columns
-
-
 def test_answers_of_different_lengths():
     found = [Settings(max_new_tokens=64).shorter(number).max_new_tokens for number in range(16)]
     assert found[:8] == found[8:] and sorted(found[:8]) == [16, 16, 24, 32, 40, 48, 56, 64]
