@@ -117,9 +117,9 @@ def test_the_comparison_can_fail(target, monkeypatch, bug):
         monkeypatch.setattr(
             Table,
             "step",
-            lambda table, ran_KH, units: (
+            lambda table, ran_KH: (
                 setattr(table, "state_KH", table.state_KH.roll(-1, 0)),
-                step(table, ran_KH, units),
+                step(table, ran_KH),
             ),
         )
     elif bug == "the worse way":
