@@ -7,7 +7,7 @@ PYTHON ?= python3
 PIP_FLAGS ?=
 
 # Two workers with one thread each; `make WORKERS= test` runs all in one process.
-WORKERS ?= -n 2 --dist loadgroup --no-loadscope-reorder
+WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 # What is installed is compiled when it is first imported, and only once.
 unexport PYTHONDONTWRITEBYTECODE

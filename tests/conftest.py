@@ -16,17 +16,42 @@ os.environ["OUTPACE_CACHE"] = os.path.join(_FOLDERS.name, "cache")
 os.environ["OUTPACE_DATA"] = os.path.join(_FOLDERS.name, "data")
 
 
-LONGEST = ("tests/test_mutations.py", "tests/laws/test_laws.py", "tests/test_without_methods.py")
+LONGEST = (
+    "tests/conformance/test_drafters.py",
+    "tests/test_mutations.py",
+    "tests/laws/test_laws.py",
+    "tests/test_without_methods.py",
+)
 """Files whose tests take minutes: begun first, so that no worker waits for another at the end."""
+ENUMERATED = (
+    "tests/laws/test_laws.py",
+    "tests/cli/test_check.py",
+    "tests/test_docs.py",
+    "tests/verifiers/test_verifiers.py",
+)
+"""Files that need the enumeration, which one worker makes for all of them."""
 
 
 def pytest_collection_modifyitems(items):
-    """Give every file to one worker, and all that need the enumeration to the same."""
+    """Longest files first; who needs the enumeration is listed above."""
     for item in items:
         shared = {"laws", "oracles"} & set(getattr(item, "fixturenames", ()))
-        item.add_marker(pytest.mark.xdist_group("laws" if shared else item.location[0]))
+        assert not shared or item.location[0] in ENUMERATED, f"name {item.location[0]} in ENUMERATED"
     order = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: order.get(item.location[0], len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give every file to one worker, and the enumeration's files to the same."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Files(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return "enumerated" if file in ENUMERATED else file
+
+    return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.fixture(scope="session")
