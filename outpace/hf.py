@@ -202,15 +202,21 @@ def _params(
     for name, field in reversed(_WARPERS):
         if rules and type(rules[-1]).__name__ == name and config.do_sample and _usual(rules[-1]):
             warp[field] = getattr(rules.pop(), field)
-    stops = [one for one in criteria if type(one).__name__ != "MaxLengthCriteria"]
+    # A user's own takes the place of the one that transformers would make.
+    longest = min((one.max_length for one in criteria if _is_length(one)), default=config.max_length)
+    stops = [one for one in criteria if not _is_length(one)]
     return SamplingParams(
         **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, **warp},
         processors=tuple(partial(_process, rule, input_ids, row, length) for rule in rules),
         stop_when=partial(_stops, stops, input_ids, row) if stops else None,
         ignore_eos=True,
-        max_new_tokens=config.max_length - input_ids.shape[1],
+        max_new_tokens=max(1, longest - input_ids.shape[1]),
         seed=int(torch.randint(1 << 62, ())),
     )
+
+
+def _is_length(criterion: Any) -> bool:
+    return type(criterion).__name__ == "MaxLengthCriteria"
 
 
 def _usual(warper: Any) -> bool:

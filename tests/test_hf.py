@@ -10,6 +10,7 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
@@ -76,6 +77,9 @@ WISHES = {
     "by row": dict(prefix_allowed_tokens_fn=lambda row, ids: [10 + row, 20 + row, 30]),
     "own processor": dict(logits_processor=LogitsProcessorList([Parity()])),
     "own criterion": dict(stopping_criteria=StoppingCriteriaList([Multiple()])),
+    "own shorter length": dict(stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(14)])),
+    "own longer length": dict(stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(36)])),
+    "own length in the prompt": dict(stopping_criteria=StoppingCriteriaList([MaxLengthCriteria(3)])),
     "warper in greedy": dict(typical_p=0.5),
 }
 
