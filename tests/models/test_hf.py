@@ -31,6 +31,16 @@ CONFIGS = {
     "learned positions": lambda: transformers.GPT2Config(
         vocab_size=61, n_embd=32, n_layer=2, n_head=4, bos_token_id=0, eos_token_id=0
     ),
+    "windows of its own": lambda: transformers.GPTNeoConfig(
+        vocab_size=61,
+        hidden_size=32,
+        num_layers=2,
+        num_heads=4,
+        attention_types=[[["global", "local"], 1]],
+        window_size=8,  # longer than what is tried when a model is wrapped
+        bos_token_id=0,
+        eos_token_id=0,
+    ),
     "experts": lambda: transformers.Qwen3MoeConfig(
         **SMALL, **HEADS, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
     ),
@@ -39,7 +49,7 @@ CONFIGS = {
     "recurrent, list of states": lambda: transformers.RwkvConfig(**SMALL),
     "convolutions": lambda: transformers.Lfm2Config(**SMALL, **HEADS, layer_types=["conv", "full_attention"]),
 }
-WAY = {"alibi": "resume", "recurrent": "single", "convolutions": "resume"}
+WAY = {"alibi": "resume", "recurrent": "single", "convolutions": "resume", "windows of its own": "resume"}
 WAY["recurrent, list of states"] = "resume"
 
 

@@ -106,6 +106,8 @@ def context_length(config: Any) -> tuple[int, str | None]:
 
 def layer_kinds(config: Any) -> dict[str, int | None] | None:
     """Layer types with their reach in tokens; None if some layer keeps no plain keys."""
+    if "local" in (getattr(config, "attention_layers", None) or ()):
+        return None  # GPT-Neo counts its window by places in the cache, whatever mask and positions say
     window = getattr(config, "sliding_window", None)
     chunk = getattr(config, "attention_chunk_size", None)
     types = getattr(config, "layer_types", None)
