@@ -30,7 +30,8 @@ from torch import Tensor
 
 from outpace.config import build, world
 from outpace.errors import OutpaceError, SpecError
-from outpace.files import write_whole
+from outpace.files import replaced, write_whole
+from outpace.models.fields import brief
 from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
@@ -273,9 +274,13 @@ def _tokenizer(
     """The tokenizer that a resumed training wrote, or a new one, which is written with the prompts."""
     file = out / "tokenizer.json"
     if resume and file.is_file():
-        return tokenizers.Tokenizer.from_file(str(file))
+        try:
+            return tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library has no type of its own
+            raise OutpaceError(f"{file} is corrupt: {brief(error)}; delete {out} to begin anew") from error
     tokenizer = trained_tokenizer(texts.train, recipe.vocab) if start is None else start.tokenizer
-    tokenizer.save(str(file))
+    with replaced(file) as fresh:
+        tokenizer.save(str(fresh))
     said = {"eos_token": END, "chat_template": BARE}
     write_whole(out / "tokenizer_config.json", json.dumps(said) + "\n")
     write_prompts(texts.held_out, out / "prompts.jsonl", PROMPTS, recipe.seed)

@@ -298,6 +298,12 @@ def test_a_killed_training_goes_on_to_the_same_bits(made, texts, tmp_path, start
     with pytest.raises(KeyboardInterrupt):
         make(tmp_path / "killed", recipe, [texts], loop, resume=False, say=kill)
     assert said[-1] == "stopped: the last checkpoint is step-00000004.safetensors; --resume goes on"
+    tokenizer = tmp_path / "killed" / "tokenizer.json"
+    whole = tokenizer.read_bytes()
+    tokenizer.write_bytes(whole[:99])
+    with pytest.raises(OutpaceError, match=r"tokenizer\.json is corrupt: .*; delete .* to begin anew"):
+        make(tmp_path / "killed", recipe, [texts], loop, resume=True, say=str)
+    tokenizer.write_bytes(whole)
     lines = []
     make(tmp_path / "killed", recipe, [texts], loop, resume=True, say=lines.append)
     assert [line.split()[1] for line in lines if line.startswith("step")] == ["6", "8", "10", "11"]
