@@ -238,4 +238,5 @@ def _folder(own: str, xdg: str, home: str) -> Path:
         return Path(os.environ[own])
     if os.environ.get(xdg):
         return Path(os.environ[xdg]) / "outpace"
-    return Path.home() / home / "outpace"
+    user = os.path.expanduser("~")  # as it is where nobody knows a home: then nothing can be kept
+    return Path(os.devnull if user == "~" else user) / home / "outpace"

@@ -1,12 +1,13 @@
 import dataclasses
 import json
+import os
 import sys
 
 import pytest
 
 from outpace import registry
 from outpace.cli.main import main
-from outpace.config import PLAN_KEYS, MethodSpec, build, needs_settings, split_specs
+from outpace.config import PLAN_KEYS, MethodSpec, build, cache_folder, needs_settings, split_specs
 from outpace.errors import OutpaceError, SpecError, UnknownNameError
 from outpace.methods.lookup.prompt_lookup import PromptLookupConfig
 
@@ -211,3 +212,11 @@ def test_a_setting_that_is_missing_is_named():
     with pytest.raises(SpecError, match=r"drafter 'x' needs store=\.\.\.$"):
         build(Needs, {"size": "4"}, "drafter 'x'")
     assert needs_settings(Needs) and not needs_settings(PromptLookupConfig)
+
+
+def test_a_home_that_nobody_knows_is_no_error(monkeypatch):
+    """As of a user of a container who has no entry."""
+    for name in ("HOME", "XDG_CACHE_HOME", "OUTPACE_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os.path, "expanduser", lambda path: path)
+    assert str(cache_folder()).startswith(os.devnull)
