@@ -14,6 +14,7 @@ that was in use before is in use.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import shlex
@@ -43,6 +44,7 @@ from outpace.train.distributed import check_device
 from outpace.train.features import FeatureStore
 from outpace.train.generate import check_chat, generate_answers
 from outpace.train.install import check_destination, install_folder
+from outpace.train.lock import alone
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
 from outpace.train.plan import check_plan, write_plan
@@ -193,9 +195,11 @@ class Pipeline:
                 )
             return store
         about = {"command": command(), "sources": [one.to_json() for one in self.sources]}
-        return generate_answers(
-            self.engine, self.prompts, self.work / "tokens", self.options.data, about=about, say=self.say
-        )
+        tokens = self.work / "tokens"
+        with alone(tokens, f"another training makes answers in {tokens}", wait=self.say):
+            return generate_answers(
+                self.engine, self.prompts, tokens, self.options.data, about=about, say=self.say
+            )
 
     @cached_property
     def features(self) -> FeatureStore | None:
@@ -246,7 +250,7 @@ class Pipeline:
             check_splits(self.target, self.prompts, self.stored, self.options.data, longest, self.say)
 
     def data(self) -> None:
-        """Make answers; what is there is not made again."""
+        """Make answers; what is there is not made again. Waits for another training that makes some."""
         _ = self.store
         self.engine.cache = self.target.new_cache()  # keys and values of generation are large
 
@@ -258,20 +262,23 @@ class Pipeline:
                 process when the drafter is trained, with the folder where it still is.
 
         Raises:
-            OutpaceError: in one line, whatever of it cannot be; what was done stays.
+            OutpaceError: in one line, whatever of it cannot be, or another training works in the same folder;
+                what was done stays.
             KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
         """
         try:
-            return self._run(report, measure)
+            if self.prompts:
+                self.options.trial(self.target)  # refuses what cannot be, before hours of answers
+                self.check_prompts()
+            busy = f"another training works in {self.folder}; wait for it, or give another --work"
+            with alone(self.folder, busy) if self.rank == 0 else contextlib.nullcontext():
+                return self._run(report, measure)
         except KeyboardInterrupt:
             if self.rank == 0:
                 self.say(checkpoint.kept(self.folder, self.best))
             raise
 
     def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
-        if self.prompts:
-            self.options.trial(self.target)  # refuses what cannot be, before hours of answers
-            self.check_prompts()
         self.data()
         source, held_out = self.batches("train"), self.batches("held_out")
         loop = self.options.loop_config(source.count(0) // source.share)

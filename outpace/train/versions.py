@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-import weakref
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,9 +21,10 @@ from outpace.drafters.trained import CONFIG, WEIGHTS
 from outpace.errors import ModelError
 from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
+from outpace.train.lock import remove_parts
 
 FORMAT = 1
-MANIFEST, LOCK = "manifest.json", "lock"
+MANIFEST = "manifest.json"
 BASE = 0
 """The number of the drafter that learning started from, which lies elsewhere."""
 
@@ -152,39 +151,7 @@ class Versions:
         for folder in self.folder.glob("v[0-9]*"):
             if folder.name not in known:
                 shutil.rmtree(folder, ignore_errors=True)
-        _remove_parts(self.folder)
-
-
-class Lock:
-    """Keeps a folder for one process; one that dies gives it up. Removes parts of files there.
-
-    Raises:
-        ModelError: another process has it.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
-        self.release = weakref.finalize(self, os.close, file)
-        """Gives the folder up. Harmless if it was done."""
-        try:
-            import fcntl
-
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:  # a system without such locks
-            return
-        except OSError as error:
-            self.release()
-            raise ModelError(
-                f"another server learns in {folder}; stop it, or serve without --learn"
-            ) from error
-        _remove_parts(folder)
-
-
-def _remove_parts(folder: Path) -> None:
-    """Remove files that a process which died was writing."""
-    for part in folder.glob(".*.part"):
-        part.unlink(missing_ok=True)
+        remove_parts(self.folder)
 
 
 def digest_of(path: Path) -> str:

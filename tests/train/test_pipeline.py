@@ -1,6 +1,8 @@
 import hashlib
 import json
 import shutil
+import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,6 +15,7 @@ from outpace.drafters.trained import read_measured, read_tensors
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.estimate import estimate
+from outpace.train.lock import Lock
 from outpace.train.options import read_options
 from outpace.train.pipeline import Pipeline, made_to_json, note_measured
 
@@ -342,3 +345,33 @@ def test_settings_that_cannot_be_are_refused(method, pair, error, message):
     with pytest.raises(error, match=message) as caught:
         read_options(method, [pair])
     assert isinstance(caught.value, OutpaceError) and "\n" not in str(caught.value)
+
+
+def test_one_training_of_a_method_at_a_time_works_in_a_folder(engine, tmp_path):
+    """A second one is refused and changes nothing. What one that was killed was writing is removed."""
+    pipeline = Pipeline(engine, OPTIONS, prompts=PROMPTS, work=tmp_path, out=tmp_path / "out", say=quiet)
+    lock = Lock(pipeline.folder, "")
+    left = pipeline.folder / ".training.png.7-ab.part"
+    left.write_bytes(bytes(9))
+    with pytest.raises(OutpaceError, match="another training works in"):
+        pipeline.run(report=quiet)
+    assert left.exists() and pipeline.stored is None
+    lock.release()
+    Lock(pipeline.folder, "").release()
+    assert not left.exists()
+
+
+def test_who_wants_answers_waits_for_another_that_makes_them(engine, tmp_path):
+    said = []
+    pipeline = Pipeline(
+        engine, OPTIONS, prompts=PROMPTS, work=tmp_path, out=tmp_path / "out", say=said.append
+    )
+    lock = Lock(tmp_path / "tokens", "")
+    made = threading.Thread(target=pipeline.data)
+    made.start()
+    while not said:
+        time.sleep(0.001)
+    assert said == [f"another training makes answers in {tmp_path / 'tokens'}: waiting for it"]
+    lock.release()
+    made.join()
+    assert pipeline.stored is not None

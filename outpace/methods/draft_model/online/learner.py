@@ -42,8 +42,9 @@ from outpace.methods.draft_model.online.inbox import Inbox
 from outpace.methods.draft_model.online.net import Desk
 from outpace.methods.draft_model.online.topics import TOPICS, Router, read_topics, write_topics
 from outpace.models.base import Target
+from outpace.train.lock import Lock
 from outpace.train.memory import keep_freed_memory
-from outpace.train.versions import BASE, Lock, Versions, digest_of
+from outpace.train.versions import BASE, Versions, digest_of
 from outpace.types import ROOT, Outcome
 
 SURE = 2.0
@@ -111,7 +112,7 @@ class OnlineLearner:
         """Whether the last unit was one of reading."""
         self._work: Iterator[Version | None] | None = None
         self._seated: Branch | None = None
-        self._lock = Lock(folder)
+        self._lock = Lock(folder, f"another server learns in {folder}; stop it, or serve without --learn")
         try:
             self._routers = read_topics(folder / TOPICS, config.topics)
         except BaseException:
