@@ -24,8 +24,9 @@ from outpace.models.hf.config import digest
 from outpace.params import SamplingParams
 
 _KEPT = "_outpace_engines"
-_TAKEN = frozenset(
-    "attention_mask position_ids cache_position past_key_values use_cache logits_to_keep".split()
+_CACHES = ("past_key_values", "cache_params")
+_TAKEN = frozenset("attention_mask position_ids cache_position use_cache logits_to_keep".split()).union(
+    _CACHES
 )
 _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWatermarkLogitsProcessor")
 """Processors whose result depends on earlier calls, so that they cannot be asked about guesses."""
@@ -96,6 +97,8 @@ def decode(
     than those of ``generate`` with the same seed.
     Cost: the first call for a model finds out how it can be run, in about seven short passes.
     """
+    if model.config.is_encoder_decoder:
+        raise RequestError("outpace.hf.decode runs decoders; load an encoder-decoder with Engine.load")
     _check(input_ids, generation_config, model_kwargs, streamer, logits_processor or ())
     engine = _engine(model, drafter, backend)
     starts = _starts(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
@@ -147,11 +150,9 @@ def _check(
         raise RequestError(
             f"{unknown[0]} is no input of outpace.hf.decode, which takes text only; leave it out"
         )
-    held = model_kwargs.get("past_key_values")
-    if held is not None and held.get_seq_length():
-        raise RequestError(
-            "past_key_values already holds tokens, which outpace.hf.decode cannot use; leave it out"
-        )
+    for name in _CACHES:
+        if (held := model_kwargs.get(name)) is not None and _is_filled(held):
+            raise RequestError(f"{name} holds tokens, which outpace.hf.decode cannot use; leave it out")
     if config.num_beams and config.num_beams > 1:
         raise RequestError(f"num_beams={config.num_beams}: outpace.hf.decode has no beam search; set it to 1")
     mode = str(config.get_generation_mode().value)
@@ -213,6 +214,14 @@ def _params(
         max_new_tokens=max(1, longest - input_ids.shape[1]),
         seed=int(torch.randint(1 << 62, ())),
     )
+
+
+def _is_filled(cache: Any) -> bool:
+    """Whether a cache holds tokens; states alone have no length."""
+    try:
+        return bool(cache.get_seq_length())
+    except (AttributeError, ValueError):
+        return bool(cache.has_previous_state())
 
 
 def _is_length(criterion: Any) -> bool:

@@ -10,10 +10,14 @@ from transformers import (
     LlamaForCausalLM,
     LogitsProcessor,
     LogitsProcessorList,
+    MambaConfig,
+    MambaForCausalLM,
     MaxLengthCriteria,
     MinPLogitsWarper,
     StoppingCriteria,
     StoppingCriteriaList,
+    T5Config,
+    T5ForConditionalGeneration,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
@@ -203,6 +207,30 @@ def test_what_cannot_be_honoured_is_refused_by_name(model, batch, name):
     with pytest.raises(outpace.RequestError, match=name):
         given = batch | REFUSED[name]
         model.generate(**given, max_new_tokens=3, custom_generate=outpace.hf.decode)
+
+
+def test_a_recurrent_model_comes_with_an_empty_cache(batch):
+    sizes = dict(vocab_size=61, hidden_size=32, num_hidden_layers=2, state_size=8, eos_token_id=0)
+    torch.manual_seed(0)
+    recurrent = MambaForCausalLM(MambaConfig(**sizes)).eval()
+    settings = batch | dict(max_new_tokens=6, do_sample=False)
+    ids = recurrent.generate(**settings, custom_generate=outpace.hf.decode)
+    assert torch.equal(ids, recurrent.generate(**settings))
+    with pytest.raises(outpace.RequestError, match="cache_params holds tokens"):
+        recurrent.generate(
+            **settings,
+            cache_params=recurrent(batch["input_ids"], use_cache=True).cache_params,
+            custom_generate=outpace.hf.decode,
+        )
+
+
+def test_an_encoder_decoder_is_sent_elsewhere():
+    sizes = dict(vocab_size=61, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4)
+    both = T5ForConditionalGeneration(T5Config(**sizes, decoder_start_token_id=0)).eval()
+    prompt = torch.tensor([[7, 8, 9]])
+    with pytest.raises(outpace.RequestError, match=r"Engine\.load"):
+        both.generate(prompt, max_new_tokens=3, custom_generate=outpace.hf.decode)
+    assert outpace.Engine.load(both, drafter="none").generate([7, 8, 9], max_new_tokens=3).tokens
 
 
 def test_a_batch_has_no_streamer(model, batch):
