@@ -204,7 +204,7 @@ def training_store(work):
     code, said = answer(command)  # keeps the features that it computed
     assert code == 0, said
     shutil.rmtree(work / "out")
-    files = sorted(file for file in work.rglob("*") if file.is_file())
+    files = sorted(file for file in work.rglob("*") if file.is_file() and file.stat().st_size)
     return [Kind(f"store {file.relative_to(work)}", file, command, work) for file in files]
 
 

@@ -44,7 +44,7 @@ from outpace.train.distributed import check_device
 from outpace.train.features import FeatureStore
 from outpace.train.generate import check_chat, generate_answers
 from outpace.train.install import check_destination, install_folder
-from outpace.train.lock import alone
+from outpace.train.lock import alone, remove_parts
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
 from outpace.train.plan import check_plan, write_plan
@@ -196,7 +196,8 @@ class Pipeline:
             return store
         about = {"command": command(), "sources": [one.to_json() for one in self.sources]}
         tokens = self.work / "tokens"
-        with alone(tokens, f"another training makes answers in {tokens}", wait=self.say):
+        with alone(self.work, f"another training makes answers in {tokens}", wait=self.say):
+            remove_parts(tokens)
             return generate_answers(
                 self.engine, self.prompts, tokens, self.options.data, about=about, say=self.say
             )

@@ -366,7 +366,7 @@ def test_who_wants_answers_waits_for_another_that_makes_them(engine, tmp_path):
     pipeline = Pipeline(
         engine, OPTIONS, prompts=PROMPTS, work=tmp_path, out=tmp_path / "out", say=said.append
     )
-    lock = Lock(tmp_path / "tokens", "")
+    lock = Lock(tmp_path, "")
     made = threading.Thread(target=pipeline.data)
     made.start()
     while not said:
