@@ -244,10 +244,13 @@ def _write(path: Path, key: str, rows: Mapping[int, Any]) -> None:
 def _rows(path: Path, key: str) -> Iterator[tuple[int, Any]]:
     if not path.is_file():
         return
-    for line, text in enumerate(path.read_text(encoding="utf-8").split("\n")[:-1], 1):
+    kind = {"prompt": str, "messages": list}[key]
+    for line, text in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
         try:
             row = parse_json(text)
-            yield int(row["number"]), row[key]
+            if type(row["number"]) is not int or not isinstance(row[key], kind):
+                raise TypeError("a value of another kind")
+            yield row["number"], row[key]
         except (ValueError, KeyError, TypeError) as error:
             raise OutpaceError(
                 f"{path} line {line} is no row with number and {key} ({error}); delete the file to begin anew"

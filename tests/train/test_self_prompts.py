@@ -153,10 +153,26 @@ def test_a_model_that_says_the_same_again_and_again_is_stopped(engine, ending, t
         write_prompts(engine, tmp_path / "p.jsonl", cold, say=quiet)
 
 
+@pytest.mark.parametrize(
+    "row",
+    [
+        b'{"number": 0}',
+        b'{"number": 1, "prompt": "caf\xe9"}',
+        b'{"number": 1e999, "prompt": "a"}',
+        b'{"number": 1, "prompt": ["a"]}',
+        b'{"number": 1, "prompt": "a',
+        b"",
+    ],
+)
+def test_a_damaged_file_is_refused_and_left_as_it_is(engine, tmp_path, row):
+    file, good = tmp_path / "p.jsonl", b'{"number": 0, "prompt": "a"}\n'
+    file.write_bytes(good + row + b"\n")
+    with pytest.raises(OutpaceError, match=r"line 2 is no row with number and prompt \(.*delete the file"):
+        write_prompts(engine, file, SelfPromptConfig(count=1), say=quiet)
+    assert file.read_bytes() == good + row + b"\n"
+
+
 def test_what_cannot_be_is_refused(engine, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"number": 0}\n')
-    with pytest.raises(OutpaceError, match="line 1 is no row with number and prompt"):
-        write_prompts(engine, tmp_path / "p.jsonl", SelfPromptConfig(count=1), say=quiet)
     with pytest.raises(ValueError, match="count must be at least 1"):
         SelfPromptConfig(count=0)
     with pytest.raises(ValueError, match="temperature must be above 0"):
