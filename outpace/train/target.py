@@ -35,6 +35,7 @@ from outpace.models.fields import brief
 from outpace.models.load import load_target
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
+from outpace.train.lock import alone
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
 from outpace.train.pipeline import command
@@ -207,13 +208,29 @@ def make(
 
     Raises:
         OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the reverse, or it began
-            with something else; OUT holds a model; the texts are too short; there are several processes.
+            with something else, or goes on in another process; OUT holds a model; the texts are too short;
+            there are several processes.
         KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
     """
     if world()[1] > 1:
         raise OutpaceError("a target is made by one process; start it without torchrun")
     work = out / "training"
     _check_place(out, work, resume)
+    with alone(work, f"another training works in {work}; wait for it, or give another --out"):
+        _check_place(out, work, resume)  # again: another one may have ended meanwhile
+        _make(out, work, recipe, files, loop, resume, say)
+
+
+def _make(
+    out: Path,
+    work: Path,
+    recipe: Recipe,
+    files: Sequence[Path],
+    loop: LoopConfig,
+    resume: bool,
+    say: Callable[[Any], None],
+) -> None:
+    """As ``make``, in folders that nobody else writes to."""
     texts = Texts.of(files)
     plan = {**asdict(recipe), **{f"loop.{key}": one for key, one in asdict(loop).items()}}
     (check_plan if resume else write_plan)(work, {**plan, "texts": texts.digest})

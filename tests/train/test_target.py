@@ -17,6 +17,7 @@ from outpace.methods.layer_skip.skip_sets import SkipSet
 from outpace.methods.s2d.objective import S2dTraining
 from outpace.models.load import load_target
 from outpace.train import checkpoint
+from outpace.train.lock import alone
 from outpace.train.loop import LoopConfig
 from outpace.train.target import Texts, Windows, make, read_settings
 from outpace.train.target_net import ExitModel, Recipe
@@ -333,6 +334,9 @@ def test_a_model_is_not_overwritten_and_nothing_else_is_gone_on_with(made, texts
     with pytest.raises(OutpaceError, match="holds no training that was stopped; leave --resume out"):
         begin(made, texts=other, resume=True)
     assert {one.name: one.read_bytes() for one in made.iterdir() if one.is_file()} == before
+    with alone(out / "training", "busy"), pytest.raises(ModelError, match="another training works in"):
+        begin(out)
+    assert not (out / "tokenizer.json").exists()
     for _ in range(2):  # what was stopped before its first checkpoint is begun anew
         with pytest.raises(KeyboardInterrupt):
             begin(out, say=stop)
