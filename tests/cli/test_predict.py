@@ -7,6 +7,7 @@ from outpace.analysis.prediction import calibration
 from outpace.analysis.prediction.calibration import Timed, ops_of
 from outpace.analysis.prediction.model import read
 from outpace.analysis.roofline import Device, seconds
+from outpace.cli import show
 from outpace.cli.predict_plots import by_rows
 from outpace.models import measured
 from tests.analysis.test_scaling import made
@@ -76,6 +77,16 @@ def test_a_drafters_cost_is_predicted_from_its_config(outpace, here):
     assert ran.code == 0, ran.err
     # The target itself, which costs a step of its own.
     assert json.loads(ran.out)["drafter"]["cost"] == pytest.approx(1.0)
+
+
+def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr(show, "write_whole", full)
+    ran = outpace(*TINY, "--device", "a100", "--json", "--out", str(tmp_path / "o"))
+    assert ran.code == 2 and "No space left on device" in ran.err and not (tmp_path / "o").exists()
+    assert json.loads(ran.out)["decode"]["seconds"] > 0
 
 
 def test_pictures_are_drawn(outpace, tmp_path):
