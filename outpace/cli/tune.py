@@ -104,8 +104,12 @@ def tune(
             tick=tick,
         )
     kept = save(engine.target, profile, show.note)
+    failed: OutpaceError | None = None
     if out is not None:
-        show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
+        try:
+            show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
+        except OutpaceError as error:
+            failed = error  # raised once the figures are shown
     plots = plot(profile, kept if out is None else out)
     if as_json:
         show.write_json(
@@ -116,11 +120,14 @@ def tune(
                 "plots": [str(path) for path in plots],
             }
         )
-        return
-    for line in lines(profile, curve, fresh):
-        show.write(line + "\n")
-    written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
-    show.write(f"policies start from   {', '.join(written)}\n")
+    else:
+        for line in lines(profile, curve, fresh):
+            show.write(line + "\n")
+    if failed is not None:
+        raise failed
+    if not as_json:
+        written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
+        show.write(f"policies start from   {', '.join(written)}\n")
 
 
 def check_names(specs: list[str]) -> list[str]:

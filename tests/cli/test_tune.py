@@ -6,6 +6,7 @@ import pytest
 
 from outpace.analysis import cost, profile
 from outpace.cli import tune
+from outpace.errors import OutpaceError
 from outpace.models import measured
 from outpace.types import CostCurve
 
@@ -180,6 +181,17 @@ def test_a_folder_that_cannot_be_written_is_a_note(outpace, timed, tmp_path):
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1")
     assert ran.code == 0, ran.err
     assert "cannot be written" in ran.err and "no plots beside" in ran.err
+
+
+@pytest.mark.parametrize("form", [(), ("--json",)])
+def test_a_full_disk_costs_files_and_no_figures(outpace, timed, monkeypatch, form):
+    def full(path, text):
+        raise OutpaceError(f"cannot write {path}: No space left on device")
+
+    monkeypatch.setattr(tune.show, "save", full)
+    ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--out", "mine.json", *form)
+    assert ran.code == 2 and ran.err.splitlines()[-1].endswith("mine.json: No space left on device")
+    assert "suffix" in ran.out and "policies start from" not in ran.out
 
 
 def test_names_are_checked_before_anything_is_loaded():
