@@ -1,7 +1,8 @@
 """What was measured of a target on this machine, in the user's cache folder.
 
 A file per kind, model, dtype, threads, machine and version. Files are replaced as a whole, so that several
-processes may share the folder. One that is missing, damaged or of another version counts as none.
+processes may share the folder. One that is missing, damaged (by its own digest) or of another version
+counts as none.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from outpace.kernels.compiled import library
 from outpace.models.base import Target
 
 T = TypeVar("T")
-_FORMAT = 1  # of the files; other ones are measured anew
+_FORMAT = 2  # of the files; other ones are measured anew
 
 
 def machine(device: torch.device) -> str:
@@ -108,6 +109,8 @@ def recalled(
         data = parse_json(file.read_bytes())
         if data["key"] != key:
             raise ValueError("it was written by another version")
+        if data["sha256"] != _digest(data["value"]):
+            raise ValueError("it is damaged")
         return read(data["value"])
     except FileNotFoundError:
         pass
@@ -123,10 +126,13 @@ def recalled(
 
 def _write(file: Path, key: Mapping[str, Any], value: Any, note: Callable[[str], None] | None) -> None:
     """Put a file in place as a whole; a folder that cannot be written is no error."""
+    value = value if isinstance(value, dict) else asdict(value)
     try:
-        write_whole(
-            file, json.dumps({"key": key, "value": value if isinstance(value, dict) else asdict(value)})
-        )
+        write_whole(file, json.dumps({"key": key, "sha256": _digest(value), "value": value}))
     except OSError as error:
         if note is not None:
             note(f"{file} cannot be written, so the next run measures again: {error.strerror}")
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

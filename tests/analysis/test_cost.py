@@ -1,4 +1,5 @@
 import json
+import re
 from dataclasses import replace
 from itertools import count
 from types import SimpleNamespace
@@ -187,13 +188,14 @@ def test_a_curve_is_measured_once_per_model_dtype_threads_machine_and_version(pa
 
 
 @pytest.mark.parametrize("harm", ["", "[]", "{", '{"key": 1, "value": {}}', "cost", "format"])
-def test_a_corrupt_or_old_file_is_measured_again_with_one_note(paced, own_folder, harm):
+def test_a_corrupt_or_old_file_is_measured_again_with_one_note(paced, own_folder, harm, monkeypatch):
+    monkeypatch.setattr(measured, "_digest", lambda value: "of whoever wrote it")
     curve = cost.curve_for(paced, measure_if_missing=True, repeat=1)
     (file,) = own_folder.iterdir()
     good = file.read_text()
     bad = {
         "cost": good.replace('"seconds_CR": [[', '"seconds_CR": [[-'),
-        "format": good.replace('"format": 1', '"format": 0'),
+        "format": good.replace('"format": 2', '"format": 0'),
     }.get(harm, harm)
     assert bad != good
     file.write_text(bad)
@@ -206,6 +208,21 @@ def test_a_corrupt_or_old_file_is_measured_again_with_one_note(paced, own_folder
     assert again.seconds(4, 64) == pytest.approx(curve.seconds(4, 64))
     assert cost.curve_for(paced, measure_if_missing=False, note=notes.append) == again
     assert len(notes) == 2
+
+
+def test_a_figure_that_changed_on_the_disk_is_not_believed(paced, own_folder):
+    curve = cost.curve_for(paced, measure_if_missing=True, repeat=1)
+    (file,) = own_folder.iterdir()
+    good = file.read_text()
+    notes = []
+    for place in [m.start() for m in re.finditer(r"[0-9]", good)][::7]:
+        flipped = chr(ord(good[place]) ^ 1)  # another digit, so that it still is JSON
+        file.write_text(good[:place] + flipped + good[place + 1 :])
+        # A last digit may be one that no float tells apart.
+        assert cost.curve_for(paced, measure_if_missing=False, note=notes.append) in (None, curve), place
+    assert any("it is damaged" in note for note in notes)
+    file.write_text(good)
+    assert cost.curve_for(paced, measure_if_missing=False) == curve
 
 
 def test_a_folder_that_cannot_be_written_is_a_note(paced, own_folder):
