@@ -192,11 +192,13 @@ def bench(
     else:
         show_report(report)
     # After the table: a disk that is full by now costs files and no figures.
-    if out is not None:
-        save(report, out)
-    if answers is not None and tokenizer is not None:
-        for path in save_answers(answers, runner.session, asked, tokenizer.decode):
-            show.note(f"wrote {path}")
+    try:
+        if out is not None:
+            save(report, out)
+    finally:  # answers are on no table, and may lie on another disk
+        if answers is not None and tokenizer is not None:
+            for path in save_answers(answers, runner.session, asked, tokenizer.decode):
+                show.note(f"wrote {path}")
     if report["partial"]:
         raise typer.Exit(130)
 

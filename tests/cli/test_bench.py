@@ -311,6 +311,8 @@ def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device", str(path))
 
     monkeypatch.setattr(tables, "write_whole", full)
-    ran = outpace(*few("--drafters", "prompt_lookup", "--out", str(tmp_path / "out")))
+    asked = ("--drafters", "prompt_lookup", "--out", str(tmp_path / "out"))
+    ran = outpace(*few(*asked, "--answers", str(tmp_path / "elsewhere" / "a.jsonl")))
     assert ran.code == 2 and "Speed-up over none" in ran.out
+    assert len(list((tmp_path / "elsewhere").iterdir())) == 2, "answers are on no table"
     assert "report.json: No space left on device" in ran.err and not (tmp_path / "out").exists()
