@@ -103,7 +103,13 @@ def tune(
             left_out=left_out,
             tick=tick,
         )
-    kept = save(engine.target, profile, show.note)
+    unkept: list[str] = []
+
+    def note(line: str) -> None:
+        unkept.append(line)
+        show.note(line)
+
+    kept = save(engine.target, profile, note)
     failed: OutpaceError | None = None
     if out is not None:
         try:
@@ -116,7 +122,7 @@ def tune(
             {
                 **asdict(profile),
                 "passes_measured_now": fresh,
-                "profile": str(kept),
+                "profile": None if unkept else str(kept),
                 "plots": [str(path) for path in plots],
             }
         )
@@ -127,7 +133,8 @@ def tune(
         raise failed
     if not as_json:
         written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
-        show.write(f"policies start from   {', '.join(written)}\n")
+        where = "what they had: the profile is not kept" if unkept else ", ".join(written)
+        show.write(f"policies start from   {where}\n")
 
 
 def check_names(specs: list[str]) -> list[str]:

@@ -181,6 +181,9 @@ def test_a_folder_that_cannot_be_written_is_a_note(outpace, timed, tmp_path):
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1")
     assert ran.code == 0, ran.err
     assert "cannot be written" in ran.err and "no plots beside" in ran.err
+    assert ran.out.splitlines()[-1].endswith("the profile is not kept")
+    ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--json")
+    assert ran.code == 0 and json.loads(ran.out)["profile"] is None
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
