@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.drafters.trained import CONFIG, WEIGHTS
-from outpace.errors import ModelError
+from outpace.errors import ModelError, shown
 from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
 from outpace.train.lock import remove_parts
@@ -59,8 +59,10 @@ class Versions:
             said = parse_json(path.read_bytes())
             if said["format"] != FORMAT or said["about"] != self.about:
                 raise ValueError(f"it is about {said['about']}, not {self.about}")
-            self.entries = {int(one["number"]): dict(one) for one in said["versions"]}
-            self.current, self._next = int(said["current"]), int(said["next"])
+            self.entries = {entry["number"]: entry for entry in map(_entry, said["versions"])}
+            self.current, self._next = _number(said["current"]), _number(said["next"])
+            if self._next <= max(self.entries, default=BASE):
+                raise ValueError(f"the next version, {self._next}, is there already")
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ModelError(
                 f"{path} cannot be used: {brief(error)}; delete {self.folder} to learn anew"
@@ -152,6 +154,21 @@ class Versions:
             if folder.name not in known:
                 shutil.rmtree(folder, ignore_errors=True)
         remove_parts(self.folder)
+
+
+def _entry(said: Any) -> Entry:
+    """A version as the manifest has it; ValueError, KeyError or TypeError if it is something else."""
+    entry = dict(said)
+    number, parent = _number(entry["number"]), _number(entry["parent"])
+    if not BASE <= parent < number or not isinstance(entry["sha256"], str):
+        raise ValueError(f"version {number} cannot come from {parent}")
+    return entry
+
+
+def _number(value: Any) -> int:
+    if type(value) is not int:
+        raise TypeError(f"{shown(value)} is no version")
+    return value
 
 
 def digest_of(path: Path) -> str:

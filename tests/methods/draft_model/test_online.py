@@ -27,7 +27,7 @@ from outpace.methods.draft_model.online.data import (
     top_laws,
 )
 from outpace.methods.draft_model.online.learner import OnlineLearner
-from outpace.methods.draft_model.online.topics import ENOUGH, Router
+from outpace.methods.draft_model.online.topics import ENOUGH, Router, read_topics, write_topics
 from outpace.models.tiny import tiny
 from outpace.serving.learning import Watched
 from outpace.train import losses
@@ -541,9 +541,36 @@ def test_damage_falls_back_to_the_parent_and_a_wrong_folder_is_said(tmp_path):
     with pytest.raises(OSError, match="full"):
         Versions(folder, about).add(lambda path: full(path), {})
     assert whole(folder, about) == 1
-    (folder / "manifest.json").write_text("{")
-    with pytest.raises(ModelError, match="cannot be used"):
-        Versions(folder, about)
+    good = (folder / "manifest.json").read_text()
+    for old, new in (
+        (good, "{"),
+        ('"current": 2', '"current": 1e999'),
+        ('"next": 3', '"next": 2'),
+        ('"parent": 0', '"parent": null'),
+        ('"parent": 0', '"parent": 1'),
+        ('"number": 1', '"number": [1]'),
+    ):
+        assert old in good
+        (folder / "manifest.json").write_text(good.replace(old, new))
+        with pytest.raises(ModelError, match=r"cannot be used.*to learn anew"):
+            Versions(folder, about)
+
+
+def test_damaged_topics_are_said_before_a_text_is_routed(tmp_path):
+    file, router = tmp_path / "topics.json", Router(2)
+    router.route(list(range(40)))
+    write_topics(file, {"": router}, 2)
+    good = json.loads(file.read_text())
+    assert read_topics(file, 2)[""].to_json() == router.to_json()
+    for name, wrong in (("seen", []), ("seen", 5), ("texts", float("inf")), ("texts", -1)):
+        file.write_text(json.dumps({"": {**good[""], name: wrong}}))
+        with pytest.raises(ModelError, match=r"cannot be used.*to learn anew"):
+            read_topics(file, 2)
+    (topic, *_) = good[""]["topics"]
+    for name, wrong in (("texts", -1), ("mean", float("nan")), ("sum", topic["sum"][1:])):
+        file.write_text(json.dumps({"": {**good[""], "topics": [{**topic, name: wrong}]}}))
+        with pytest.raises(ModelError, match=r"cannot be used.*to learn anew"):
+            read_topics(file, 2)
 
 
 def full(path):

@@ -122,8 +122,8 @@ class Router:
         router = cls(most)
         router._topics = [_topic(one) for one in data["topics"][:most]] or [_Topic()]
         router._foreign = _topic(data["foreign"])
-        router._seen_N = np.array(data["seen"], np.float32)
-        router._texts = int(data["texts"])
+        router._seen_N = _buckets(data["seen"])
+        router._texts = int(_count(data["texts"]))
         return router
 
 
@@ -168,7 +168,18 @@ def _plain(topic: _Topic) -> dict[str, Any]:
 
 
 def _topic(data: Mapping[str, Any]) -> _Topic:
-    sum_N = np.array(data["sum"], np.float32)
-    if sum_N.shape != (BUCKETS,):
-        raise ValueError(f"a topic has {sum_N.shape} buckets, not {BUCKETS}")
-    return _Topic(sum_N, float(data["texts"]), float(data["mean"]), float(data["square"]))
+    return _Topic(_buckets(data["sum"]), *(_count(data[name]) for name in ("texts", "mean", "square")))
+
+
+def _buckets(data: Any) -> Vector:
+    found_N = np.array(data, np.float32)
+    # Rounding may leave less than nothing, but no number near -1, which counts are divided by.
+    if found_N.shape != (BUCKETS,) or not (found_N > -0.5).all() or not np.isfinite(found_N).all():
+        raise ValueError(f"a topic needs {BUCKETS} numbers from 0 on")
+    return found_N
+
+
+def _count(data: Any) -> float:
+    if not -0.5 < float(data) < 1e15:
+        raise ValueError(f"a topic cannot have {float(data):g} texts, or such a likeness")
+    return float(data)
