@@ -149,12 +149,13 @@ class Proposer:
         outcomes = {i: _outcome(text, rows[i]) for i, text in known.items()}
         self._observe(known, outcomes)
         self._learn(known, outcomes)
-        if len(known) == len(sampled_token_ids) and not any(one.forced for one in outcomes.values()):
+        if 0 < len(known) == len(sampled_token_ids) and not any(one.forced for one in outcomes.values()):
             self._watch(known, outcomes, passed)
         texts = known | {
             i: self._begin(row, sampled_token_ids[i]) for i, row in rows.items() if i not in known
         }
-        self._draft(list(texts.values()))
+        if texts:  # none while prompts are read in pieces
+            self._draft(list(texts.values()))
         self._keep([(row.tobytes(), texts[i]) for i, row in rows.items()])
         self._left = time.perf_counter()
         self._spent = self._left - start

@@ -266,6 +266,19 @@ def test_lookups_save_passes_and_auto_picks_among_them():
     assert len(Auto(config())._members) > 1
 
 
+@pytest.mark.parametrize("cls", [Suffix, Auto])
+def test_a_pass_that_reads_prompts_alone_gets_no_guesses(cls):
+    caller = Caller(cls(config()), 1)
+    caller.step()  # no rows at all
+    caller.add("long", text_of(40), 100)
+    for _ in range(3):
+        caller.step(chunk=30)
+    assert not caller.heard
+    while not caller.ended():
+        caller.step()
+    assert caller.kept > 10
+
+
 def test_auto_stops_guessing_where_guesses_cost_too_much():
     """Passes whose time is that of their rows: a guess must then be nearly sure."""
     drafted = {}
