@@ -32,6 +32,7 @@ _STATEFUL = ("UnbatchedClassifierFreeGuidanceLogitsProcessor", "SynthIDTextWater
 """Processors whose result depends on earlier calls, so that they cannot be asked about guesses."""
 _OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 _MODES = ("greedy_search", "sample", "assisted_generation")
+_COARSE = (torch.bfloat16, torch.float16)
 _WARPERS = (
     ("TemperatureLogitsWarper", "temperature"),
     ("TopKLogitsWarper", "top_k"),
@@ -105,7 +106,13 @@ def decode(
     prompts = [ids[start:] for ids, start in zip(input_ids.tolist(), starts, strict=True)]
     params = [
         _params(
-            input_ids, row, len(prompt), logits_processor or (), stopping_criteria or (), generation_config
+            input_ids,
+            row,
+            len(prompt),
+            logits_processor or (),
+            stopping_criteria or (),
+            generation_config,
+            model.dtype in _COARSE,
         )
         for row, prompt in enumerate(prompts)
     ]
@@ -194,21 +201,30 @@ def _starts(input_ids: Tensor, mask: Tensor | None, position_ids: Tensor | None)
 
 
 def _params(
-    input_ids: Tensor, row: int, length: int, processors: Sequence[Any], criteria: Sequence[Any], config: Any
+    input_ids: Tensor,
+    row: int,
+    length: int,
+    processors: Sequence[Any],
+    criteria: Sequence[Any],
+    config: Any,
+    coarse: bool,
 ) -> SamplingParams:
-    """The settings of one row of the batch."""
+    """The settings of one row of the batch; ``coarse``: logits are often equal."""
     rules = list(processors)
     warp: dict[str, Any] = {"temperature": 1.0 if config.do_sample else 0.0}
     # transformers puts temperature, top-k, top-p and min-p last, in this order; ours do the same, faster.
     for name, field in reversed(_WARPERS):
         if rules and type(rules[-1]).__name__ == name and config.do_sample and _usual(rules[-1]):
             warp[field] = getattr(rules.pop(), field)
+    own: list[Callable[..., Tensor]] = [partial(_process, rule, input_ids, row, length) for rule in rules]
+    if coarse and warp.get("top_k"):
+        own.append(partial(_top_k, warp.pop("top_k")))
     # A user's own takes the place of the one that transformers would make.
     longest = min((one.max_length for one in criteria if _is_length(one)), default=config.max_length)
     stops = [one for one in criteria if not _is_length(one)]
     return SamplingParams(
         **{"top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0, **warp},
-        processors=tuple(partial(_process, rule, input_ids, row, length) for rule in rules),
+        processors=tuple(own),
         stop_when=partial(_stops, stops, input_ids, row) if stops else None,
         ignore_eos=True,
         max_new_tokens=max(1, longest - input_ids.shape[1]),
@@ -251,6 +267,12 @@ def _process(
         scores = logits_V.expand(len(input_ids), -1).clone()
         result: Tensor = rule(_as_batch(input_ids, row, tokens[length:]), scores)[row]
     return result
+
+
+def _top_k(k: int, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
+    """Top-k as transformers does it: tokens as likely as the last one stay too."""
+    least = logits_V.topk(min(k, len(logits_V))).values[-1]
+    return logits_V.masked_fill_(logits_V < least, -math.inf)
 
 
 def _stops(

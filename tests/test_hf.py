@@ -157,6 +157,20 @@ def test_a_warper_of_ones_own_keeps_all_its_settings(model, monkeypatch, warper,
     assert int((seen[-1].prob_S > 0).sum()) == kept
 
 
+def test_top_k_keeps_equal_tokens_as_transformers_does(model, monkeypatch):
+    seen = []
+    real = Warp.law
+    monkeypatch.setattr(Warp, "law", lambda *given: seen.append(real(*given)) or seen[-1])
+    coarse = copy.deepcopy(model).to(torch.bfloat16)
+    coarse.lm_head.weight.data[6:] = coarse.lm_head.weight.data[6]
+    prompt, settings = torch.tensor([[7, 8, 9]]), SAMPLED | dict(top_k=7, top_p=1.0, drafter="none")
+    coarse.generate(prompt, max_new_tokens=1, custom_generate=outpace.hf.decode, **settings)
+    logits = coarse(prompt).logits[0, -1].float()
+    wanted = (logits / 0.8).masked_fill(logits < logits.topk(7).values[-1], -torch.inf).softmax(0)
+    assert int((wanted > 0).sum()) > 7
+    assert torch.allclose(seen[-1].prob_S, wanted, atol=1e-6)
+
+
 def test_a_streamer_gets_prompt_and_tokens_once(model):
     class Streamer:
         def __init__(self):
