@@ -245,9 +245,10 @@ def _is_length(criterion: Any) -> bool:
 
 
 def _usual(warper: Any) -> bool:
-    """Whether a warper forbids what it drops, and may drop all tokens but one, as ours do."""
+    """Whether a warper forbids what it drops, may drop all tokens but one, and has a value that ours take."""
     forbids = getattr(warper, "filter_value", -math.inf) == -math.inf
-    return forbids and getattr(warper, "min_tokens_to_keep", 1) == 1
+    inside = getattr(warper, "top_p", 1.0) > 0
+    return forbids and inside and getattr(warper, "min_tokens_to_keep", 1) == 1
 
 
 def _as_batch(input_ids: Tensor, row: int, answer: Sequence[int]) -> Tensor:

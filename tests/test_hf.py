@@ -137,6 +137,7 @@ def test_warpers_become_settings_and_other_rules_stay_in_front(model, batch, mon
     ("warper", "kept"),
     [
         (TopPLogitsWarper(0.01, min_tokens_to_keep=5), 5),
+        (TopPLogitsWarper(0.0), 1),
         (MinPLogitsWarper(1.0, min_tokens_to_keep=5), 5),
         (TopKLogitsWarper(1, filter_value=0.0), 61),
         (TopKLogitsWarper(3), 3),
