@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import click
 import llm
 from llm.parts import Message, StreamEvent, TextPart, ToolCallPart, ToolResultPart
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from outpace import files
 from outpace.errors import OutpaceError
@@ -106,10 +106,16 @@ class OutpaceModel(llm.Model):
         Raises:
             llm.ModelError: whatever is wrong with the prompt or the model, in one line.
         """
+        from outpace.server.errors import ApiError, from_validation
+
         try:
             yield from self._answer(prompt, response)
         except OutpaceError as error:
             raise llm.ModelError(str(error)) from error
+        except ApiError as error:
+            raise llm.ModelError(error.message) from error
+        except ValidationError as error:
+            raise llm.ModelError(from_validation(error.errors()).message) from error
 
     def _answer(self, prompt: Any, response: Any) -> Iterator[StreamEvent]:
         from outpace.server.answers import ChatWriter

@@ -116,6 +116,26 @@ def test_a_model_that_is_not_there_is_one_line():
     assert "\n" not in str(error.value)
 
 
+def add(number: int) -> int:
+    """One more."""
+    return number + 1
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (dict(temperature=float("inf")), "temperature"),
+        (dict(tools=[llm.Tool(name="a" * 200, implementation=add)]), "128 characters"),
+        (dict(tools=[add, add]), "two functions of one name"),
+        (dict(prompt="word " * 9000), "maximum context length"),
+    ],
+)
+def test_a_prompt_that_cannot_be_answered_is_one_line(model, given, says):
+    with pytest.raises(llm.ModelError, match=says) as error:
+        model.prompt(**{"prompt": "Hi", "max_tokens": 2} | given).text()
+    assert "\n" not in str(error.value) and len(str(error.value)) < 300
+
+
 @pytest.mark.parametrize("damaged", ["", "{", "[1]", '{"a": 3}', '{"a": {"model": 1}}', "[" * 10_000])
 def test_a_damaged_list_of_names_does_not_stop_llm(folder, damaged):
     (folder / "outpace.json").write_text(damaged, encoding="utf-8")
