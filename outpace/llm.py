@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 import llm
-from llm.parts import Message, StreamEvent, TextPart, ToolCallPart, ToolResultPart
+from llm.parts import AttachmentPart, Message, StreamEvent, TextPart, ToolCallPart, ToolResultPart
 from pydantic import Field, ValidationError
 
 from outpace import files
-from outpace.errors import OutpaceError
+from outpace.errors import OutpaceError, RequestError
 
 if TYPE_CHECKING:
     from outpace.server.parsing import BodyParser
@@ -181,6 +181,8 @@ def _body(prompt: Any) -> Json:
 
 
 def _messages(message: Message) -> list[Json]:
+    if any(isinstance(part, AttachmentPart) for part in message.parts):
+        raise RequestError("a message has an attachment, and outpace reads text; leave it out")
     text = "".join(part.text for part in message.parts if isinstance(part, TextPart))
     results = [
         {"role": "tool", "tool_call_id": part.tool_call_id, "content": part.output}

@@ -19,6 +19,7 @@ from outpace import Engine  # noqa: E402
 from outpace.server.schema import ChatBody  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
+PICTURE = llm.Attachment(type="image/png", content=b"1")
 SCHEMA = {
     "type": "object",
     "properties": {"sure": {"type": "boolean"}},
@@ -128,6 +129,7 @@ def add(number: int) -> int:
         (dict(tools=[llm.Tool(name="a" * 200, implementation=add)]), "128 characters"),
         (dict(tools=[add, add]), "two functions of one name"),
         (dict(prompt="word " * 9000), "maximum context length"),
+        (dict(messages=[llm.user("Hi", PICTURE)]), "attachment"),
     ],
 )
 def test_a_prompt_that_cannot_be_answered_is_one_line(model, given, says):
