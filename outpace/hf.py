@@ -217,7 +217,7 @@ def _params(
         if rules and type(rules[-1]).__name__ == name and config.do_sample and _usual(rules[-1]):
             warp[field] = getattr(rules.pop(), field)
     own: list[Callable[..., Tensor]] = [partial(_process, rule, input_ids, row, length) for rule in rules]
-    if coarse and warp.get("top_k"):
+    if (coarse or rules) and warp.get("top_k"):  # rules, too, may make logits equal
         own.append(partial(_top_k, warp.pop("top_k")))
     # A user's own takes the place of the one that transformers would make.
     longest = min((one.max_length for one in criteria if _is_length(one)), default=config.max_length)

@@ -170,6 +170,10 @@ def test_top_k_keeps_equal_tokens_as_transformers_does(model, monkeypatch):
     wanted = (logits / 0.8).masked_fill(logits < logits.topk(7).values[-1], -torch.inf).softmax(0)
     assert int((wanted > 0).sum()) > 7
     assert torch.allclose(seen[-1].prob_S, wanted, atol=1e-6)
+    flat = LogitsProcessorList([TopKLogitsWarper(1, filter_value=-9.0)])
+    given = settings | dict(logits_processor=flat, max_new_tokens=1)
+    model.generate(prompt, custom_generate=outpace.hf.decode, **given)
+    assert int((seen[-1].prob_S > 0).sum()) == 61
 
 
 def test_a_streamer_gets_prompt_and_tokens_once(model):
