@@ -104,18 +104,9 @@ def tune(
             tick=tick,
         )
     unkept: list[str] = []
-
-    def note(line: str) -> None:
-        unkept.append(line)
+    kept = save(engine.target, profile, unkept.append)
+    for line in unkept:
         show.note(line)
-
-    kept = save(engine.target, profile, note)
-    failed: OutpaceError | None = None
-    if out is not None:
-        try:
-            show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
-        except OutpaceError as error:
-            failed = error  # raised once the figures are shown
     plots = plot(profile, kept if out is None else out)
     if as_json:
         show.write_json(
@@ -129,8 +120,8 @@ def tune(
     else:
         for line in lines(profile, curve, fresh):
             show.write(line + "\n")
-    if failed is not None:
-        raise failed
+    if out is not None:  # after the figures: a disk that is full by now costs the file alone
+        show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
     if not as_json:
         written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
         where = "what they had: the profile is not kept" if unkept else ", ".join(written)
