@@ -10,6 +10,7 @@ from outpace.cli.main import main
 from outpace.config import PLAN_KEYS, MethodSpec, build, cache_folder, needs_settings, split_specs
 from outpace.errors import OutpaceError, SpecError, UnknownNameError
 from outpace.methods.lookup.prompt_lookup import PromptLookupConfig
+from outpace.models.zoo import open_checkpoint
 
 
 @pytest.mark.parametrize(
@@ -220,3 +221,10 @@ def test_a_home_that_nobody_knows_is_no_error(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     assert str(cache_folder()).startswith(os.devnull)
+
+
+def test_the_home_of_a_user_whom_nobody_knows_is_one_line():
+    with pytest.raises(SpecError, match="is no folder of a trained drafter"):
+        MethodSpec.parse("~nobody-of-that-name/drafter")
+    with pytest.raises(OutpaceError, match="no such file or folder"):
+        open_checkpoint("~nobody-of-that-name/model")

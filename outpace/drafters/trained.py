@@ -15,6 +15,7 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
         ModelError: the folder that was named holds none.
     """
     if path is not None:
-        folder = Path(path).expanduser()
+        folder = Path(os.path.expanduser(path))
         if (folder / CONFIG).is_file():
             return folder
         raise ModelError(f"{method}: {folder} holds no {CONFIG}, so it is no drafter folder")
@@ -189,7 +190,7 @@ def shipped_folder() -> Path:
 
 def is_drafter(path: str | Path) -> bool:
     """Whether a path is a drafter folder, and not a model."""
-    config = Path(path).expanduser() / CONFIG
+    config = Path(os.path.expanduser(path)) / CONFIG
     return config.is_file() and "target_digest" in read_json(config)
 
 

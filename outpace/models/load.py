@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -246,7 +247,7 @@ def _config_of(name: str) -> Mapping[str, Any] | None:
 
 
 def _config_file(name: str) -> Path | None:
-    path = Path(name).expanduser() / "config.json"
+    path = Path(os.path.expanduser(name)) / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError
