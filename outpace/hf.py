@@ -273,7 +273,7 @@ def _process(
 def _top_k(k: int, tokens: Sequence[int], logits_V: Tensor) -> Tensor:
     """Top-k as transformers does it: tokens as likely as the last one stay too."""
     least = logits_V.topk(min(k, len(logits_V))).values[-1]
-    return logits_V.masked_fill_(logits_V < least, -math.inf)
+    return logits_V.masked_fill(logits_V < least, -math.inf)
 
 
 def _stops(
