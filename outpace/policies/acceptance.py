@@ -38,7 +38,8 @@ class Ratio:
     def add(self, kept: float, expected: float, most: float) -> None:
         """Take in what was kept; of all that was seen at most so much stays."""
         kept, expected = self.kept + kept, self.expected + expected
-        share = min(1.0, most / max(kept, expected, 1e-9))
+        high = kept if kept > expected else expected
+        share = most / high if high > most else 1.0
         self.kept, self.expected = share * kept, share * expected
 
 
@@ -67,16 +68,31 @@ class Pool:
                 value = (one.kept + doubt * value) / (one.expected + doubt)
         return value
 
+    def ratios(self, what: str, levels: int, width: int) -> list[float]:
+        """``ratio`` of so many levels of trees of a width."""
+        wide, found, tally, doubt = self.ratio(what), [], self.tally, self.tuning.doubt
+        for level in range(levels):
+            value = wide
+            for kind in ((what, level), (what, level, width)):
+                one = tally.get(kind)
+                if one is not None:
+                    value = (one.kept + doubt * value) / (one.expected + doubt)
+            found.append(value)
+        return found
+
     def add(self, kept: float, expected: float, *kind: str | int) -> None:
         """Take in what was kept of such guesses."""
         for end in range(1, len(kind) + 1):
-            self.tally.setdefault(kind[:end], Ratio()).add(kept, expected, self.tuning.pool)
+            one = self.tally.get(kind[:end])
+            if one is None:
+                one = self.tally[kind[:end]] = Ratio()
+            one.add(kept, expected, self.tuning.pool)
 
     def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
         each, reached, total, found = self.ratio(NODES, width), 1.0, 0.0, []
-        for level in range(depth):
-            reached *= self.ratio(HAS, level, width) if level else 1.0
+        for level, has in enumerate(self.ratios(HAS, depth, width)):
+            reached *= has if level else 1.0
             total += reached
             found.append((min(float(width), total * each), total))
         return found

@@ -280,10 +280,13 @@ class Costs:
         return found
 
 
+@cache
 def _power(count: int) -> int:
     return round(math.log2(max(1, count)))
 
 
 def _nearest(found: Mapping[int, T], count: int) -> T | None:
     """What there is of the power of two of a count, or of the nearest one."""
-    return found[min(found, key=lambda other: abs(other - _power(count)))] if found else None
+    power = _power(count)
+    near = power if power in found else min(found, key=lambda other: abs(other - power), default=power)
+    return found.get(near)

@@ -106,13 +106,15 @@ class Prices:
             if own != width:
                 width, kept, whole = own, 0.0, 1.0
                 size_D = pool.sizes(width, room) if width else []
-            whole *= min(1.0, hope * pool.ratio(KEPT, depth - 1, width))
+                ratio_D = pool.ratios(KEPT, room, width)
+            whole *= min(1.0, hope * ratio_D[depth - 1])
             kept += whole
             made, levels = size_D[depth - 1] if width else (nodes, depth)
             low = min(int(made), len(row_R) - 2)
             price = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-            offer = Offer(kept - price - share, name, nodes, depth, kept, made, width, levels)
-            best_D[depth] = max(offer, best_D.get(depth, offer))
+            gain = kept - price - share
+            if depth not in best_D or gain > best_D[depth].gain:
+                best_D[depth] = Offer(gain, name, nodes, depth, kept, made, width, levels)
         return list(accumulate([best_D[depth] for depth in sorted(best_D)], max))
 
     def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
