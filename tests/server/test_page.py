@@ -224,6 +224,13 @@ def test_a_plain_run_is_compared_and_figures_are_shown(browser):
     assert browser.run(rows.format("#all")) == [DRAFTER]
     # A text that is not equal is called so.
     assert browser.run("difference('abc', 'abd')") == "from character 3 on"
+    # Sixteen depths beside ordinary counts fit into the table.
+    browser.run(
+        "rows('all', [[named('prompt_lookup'), 2500, share(1830, 4443), '0.73', columns(Array(16).fill(1))]])"
+    )
+    assert browser.run("document.querySelector('#all').offsetWidth") <= browser.run(
+        "document.querySelector('#all').parentNode.clientWidth"
+    )
 
 
 @needs_browser
