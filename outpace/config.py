@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from outpace.errors import SpecError, UnknownNameError
-from outpace.files import parse_json
+from outpace.files import expanded, parse_json
 
 C = TypeVar("C")
 
@@ -110,7 +110,7 @@ def method_of(folder: str) -> str:
         SpecError: it is none, or its name cannot stand in a method spec.
     """
     try:
-        said = parse_json((Path(os.path.expanduser(folder)) / "config.json").read_bytes())
+        said = parse_json((expanded(folder) / "config.json").read_bytes())
         method = said["method"] if "target_digest" in said else None
     except (OSError, ValueError, TypeError, KeyError):
         method = None

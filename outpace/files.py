@@ -103,6 +103,11 @@ def check_writable(folder: Path) -> None:
         raise OSError(error.errno, error.strerror, str(folder)) from error
 
 
+def expanded(name: str | Path) -> Path:
+    """A path that a user wrote, with a home for ``~name``; as it is where nobody knows that home."""
+    return Path(os.path.expanduser(name))
+
+
 def write_whole(path: Path, data: bytes | str) -> None:
     """Write bytes, or text as UTF-8, through ``replaced``."""
     with replaced(path) as fresh:

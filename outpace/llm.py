@@ -24,6 +24,7 @@ from pydantic import Field, ValidationError
 
 from outpace import files
 from outpace.errors import OutpaceError, RequestError
+from outpace.files import expanded
 
 if TYPE_CHECKING:
     from outpace.server.parsing import BodyParser
@@ -58,7 +59,7 @@ def register_commands(cli: click.Group) -> None:
         """Call MODEL, a folder, a GGUF file or a hub id, outpace/NAME."""
         if not name or name == OWN or set(name) & set("/ "):
             raise click.ClickException(f"a name has no blank and no slash, got {name[:80]!r}")
-        path = Path(model).expanduser()
+        path = expanded(model)
         where = str(path.resolve()) if path.exists() else model
         _keep({**_added(), name: {"model": where, "drafter": drafter}})
 

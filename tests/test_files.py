@@ -2,12 +2,13 @@
 
 import errno
 import os
+from pathlib import Path
 
 import pytest
 
 from outpace import files
 from outpace.errors import RequestError
-from outpace.files import decoded, read_text, reading, replaced, write_whole
+from outpace.files import decoded, expanded, read_text, reading, replaced, write_whole
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -100,3 +101,16 @@ def test_a_full_disk_names_the_path(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left") as caught:
         files.check_writable(tmp_path / "new")
     assert caught.value.filename == str(tmp_path / "new") and not list(tmp_path.iterdir())
+
+
+def test_a_home_that_nobody_knows_stays_as_it_is_written(monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert expanded("~/x") == tmp_path / "x" == expanded(Path("~/x"))
+    assert expanded("~nobody-of-that-name/x") == Path("~nobody-of-that-name/x")
+
+
+def test_one_place_knows_of_homes():
+    """pathlib raises RuntimeError where nobody knows a home."""
+    root = Path(files.__file__).parent
+    found = {path.name for path in root.rglob("*.py") if "expanduser" in path.read_text(encoding="utf-8")}
+    assert found == {"files.py", "config.py"}

@@ -20,7 +20,7 @@ from typing import Any
 
 from outpace.bench.workloads import Prompt, builtin
 from outpace.errors import RequestError
-from outpace.files import parse_json, read_text
+from outpace.files import expanded, parse_json, read_text
 
 BUILTIN = "builtin"
 ROLES = ("system", "user", "assistant")
@@ -45,7 +45,7 @@ def read_workload(name_or_path: str) -> list[Prompt]:
     """
     if name_or_path == BUILTIN:
         return builtin()
-    path = Path(name_or_path).expanduser()
+    path = expanded(name_or_path)
     if not path.exists():
         raise RequestError(f"no workload {name_or_path!r}: it is neither {BUILTIN!r} nor a file")
     text = read_text(path, f"workload {path}")

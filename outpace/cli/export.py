@@ -11,6 +11,7 @@ import typer
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, option, writes_folder
 from outpace.errors import RequestError
+from outpace.files import expanded
 
 EXAMPLES = """
 Examples:
@@ -65,7 +66,7 @@ def export(
 
         _say(write_folder(out), source, as_json)
         return
-    folder = Path(source).expanduser()
+    folder = expanded(source)
     from outpace.drafters.trained import find
     from outpace.models.load import load_target
     from outpace.train.export import export as write

@@ -15,7 +15,7 @@ from outpace.cli.explain import Told
 from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, output, writes_folder
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
-from outpace.files import decoded, reading
+from outpace.files import decoded, expanded, reading
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -141,7 +141,7 @@ def read_prompt(prompt: str | None, file: str | None) -> str:
         if file == "-":
             prompt = decoded(sys.stdin.buffer.read(), "standard input")
         else:
-            with reading(Path(file), f"prompt file {file}", newline="") as opened:
+            with reading(expanded(file), f"prompt file {file}", newline="") as opened:
                 prompt = opened.read()
         prompt = prompt.removesuffix("\n").removesuffix("\r")
     if not prompt:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outpace.errors import RequestError
-from outpace.files import read_text
+from outpace.files import expanded, read_text
 
 _FORM = "must be printable ASCII characters, one at least"
 
@@ -23,7 +23,7 @@ def read_keys(given: Sequence[str], file: Path | None) -> list[str]:
     if file is None:
         return list(given)
     what = f"--api-key-file {file}"
-    found = read_text(file, what).split()
+    found = read_text(expanded(file), what).split()
     if not found:
         raise RequestError(f"{what} holds no key; write one per line")
     for number, key in enumerate(found, start=1):

@@ -14,6 +14,7 @@ import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
@@ -21,7 +22,7 @@ import typer
 from outpace.cli import interrupts, show
 from outpace.config import DEFAULT_DRAFTER, MethodSpec
 from outpace.errors import RequestError
-from outpace.files import check_writable
+from outpace.files import check_writable, expanded
 from outpace.params import SamplingParams
 
 if TYPE_CHECKING:
@@ -115,6 +116,7 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
 
     @functools.wraps(command)
     def flattened(**values: Any) -> T:
+        values = {name: _at_home(value) for name, value in values.items()}
         for name, check in checks:
             given = values[name]
             for one in given if isinstance(given, list) else () if given is None else (given,):
@@ -127,6 +129,13 @@ def spread(command: Callable[..., T]) -> Callable[..., T]:
     flattened.__signature__ = inspect.Signature(flat)  # type: ignore[attr-defined]
     flattened.__annotations__ = {p.name: p.annotation for p in flat}
     return flattened
+
+
+def _at_home(value: Any) -> Any:
+    """Paths with the home that a shell leaves as ``~``, as in ``--out=~/x``; all else as it is."""
+    if isinstance(value, list):
+        return [_at_home(one) for one in value]
+    return expanded(value) if isinstance(value, Path) else value
 
 
 def epilog(examples: str) -> str:

@@ -15,6 +15,7 @@ from outpace.cli.keys import read_keys
 from outpace.cli.options import AutoOptions, marks_of, notes, option
 from outpace.config import MethodSpec, build
 from outpace.errors import ModelError, RequestError
+from outpace.files import expanded
 from outpace.params import SamplingParams
 from outpace.server.ports import check_port
 from outpace.serving.keyed import check_stores
@@ -242,7 +243,7 @@ def learner_for(engine: Engine, specs: list[str], topics: int, folder: str | Non
     from outpace.serving.learning import learning_spec
 
     spec = learning_spec({one: engine.method(one) for one in specs})
-    where = None if folder is None else Path(folder).expanduser()
+    where = None if folder is None else expanded(folder)
     method = MethodSpec.parse(spec).name
     kind = registry.load("learner", method)
     given = {} if topics == 1 else {"topics": str(topics)}

@@ -15,7 +15,7 @@ from outpace import registry
 from outpace.cli import interrupts, show
 from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
-from outpace.files import check_writable
+from outpace.files import check_writable, expanded
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -178,14 +178,14 @@ def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str
     interrupts.done()
     if not texts or out is None:
         raise RequestError("a target is made from texts; give --texts FILE and --out DIR")
-    missing = [name for name in texts if not Path(name).is_file()]
+    missing = [name for name in texts if not expanded(name).is_file()]
     if missing:
         raise RequestError(f"--texts {missing[0]}: there is no such file")
     if out.exists() and not out.is_dir():
         raise RequestError(f"--out {out} is a file; name a folder")
     check_writable(out)
     recipe, loop = read_settings(settings)
-    make(out, recipe, [Path(name) for name in texts], loop, resume, say=show.note)
+    make(out, recipe, [expanded(name) for name in texts], loop, resume, say=show.note)
     show.write(f"wrote {out}, and a workload to measure it with, {out / 'prompts.jsonl'}\n")
 
 

@@ -15,7 +15,6 @@ Shape letters: V vocabulary, D draft vocabulary, H hidden size.
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,7 @@ from torch import Tensor
 
 from outpace.config import data_folder
 from outpace.errors import ModelError, shorten, shown
-from outpace.files import parse_json
+from outpace.files import expanded, parse_json
 from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
@@ -59,7 +58,7 @@ def find(method: str, target: Target, path: str | None = None) -> Path:
         ModelError: the folder that was named holds none.
     """
     if path is not None:
-        folder = Path(os.path.expanduser(path))
+        folder = expanded(path)
         if (folder / CONFIG).is_file():
             return folder
         raise ModelError(f"{method}: {folder} holds no {CONFIG}, so it is no drafter folder")
@@ -190,7 +189,7 @@ def shipped_folder() -> Path:
 
 def is_drafter(path: str | Path) -> bool:
     """Whether a path is a drafter folder, and not a model."""
-    config = Path(os.path.expanduser(path)) / CONFIG
+    config = expanded(path) / CONFIG
     return config.is_file() and "target_digest" in read_json(config)
 
 

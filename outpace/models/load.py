@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Hashable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +10,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from outpace.errors import ModelError, UnknownNameError
+from outpace.files import expanded
 from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
@@ -102,7 +102,7 @@ def load_beside(target: Target, model: str, dtype: str | torch.dtype | None = No
     try:
         known = open_checkpoint(model).digest
     except (ModelError, UnknownNameError):  # transformers loads it, or nobody does
-        known = str(Path(model).expanduser().resolve()) if Path(model).expanduser().exists() else model
+        known = str(expanded(model).resolve()) if expanded(model).exists() else model
 
     def make() -> Target:
         loaded = load_target(model, dtype=dtype or target.dtype, device=target.device)
@@ -247,7 +247,7 @@ def _config_of(name: str) -> Mapping[str, Any] | None:
 
 
 def _config_file(name: str) -> Path | None:
-    path = Path(os.path.expanduser(name)) / "config.json"
+    path = expanded(name) / "config.json"
     if not path.is_file():
         from huggingface_hub import try_to_load_from_cache
         from huggingface_hub.errors import HFValidationError

@@ -1,13 +1,13 @@
 """From a name to a model on disk: built-in names, folders, GGUF files, hub ids."""
 
 import importlib.util
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from outpace.errors import ModelError, UnknownNameError
+from outpace.files import expanded
 from outpace.models.fields import brief
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 
@@ -63,7 +63,7 @@ def open_checkpoint(name_or_path: str | Path) -> Checkpoint:
     by_name: Mapping[str, KnownModel] = {model.name: model for model in _KNOWN}
     if known := by_name.get(name.lower()):
         return _open_gguf(_packaged(known), known.name)
-    path = Path(os.path.expanduser(name))
+    path = expanded(name)
     if name and path.exists():
         return _open_path(path)
     looks_like_path = name.startswith((".", "~", "/")) or path.suffix in (".gguf", ".safetensors")

@@ -68,7 +68,7 @@ def application(settings: Settings, routing: RequestRouterConfig | None = None) 
 
 def _keys(settings: Settings) -> list[str]:
     file = settings.api_key_file
-    return read_keys([], None if file is None else Path(file).expanduser())
+    return read_keys([], None if file is None else Path(file))
 
 
 @serve.deployment(health_check_period_s=5, graceful_shutdown_wait_loop_s=0.5)

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.files import parse_json, read_text
+from outpace.files import expanded, parse_json, read_text
 from outpace.train.templates import passage_prompts
 
 Message = Mapping[str, str]
@@ -87,7 +87,7 @@ def read_corpus(
     sources: list[Source] = []
     for given, read in [*((p, read_prompts) for p in prompts), *((t, read_texts) for t in texts)]:
         name, _, licence = given.partition("::")
-        path = Path(name).expanduser()
+        path = expanded(name)
         kept: list[CorpusPrompt] = []
         count = 0
         for messages in read(path):

@@ -34,7 +34,7 @@ from outpace.config import data_folder, restarts, world
 from outpace.drafters.trained import PROVENANCE, WEIGHTS, find, home, read_config, read_tensors, vocab_map
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError
-from outpace.files import parse_json, write_whole
+from outpace.files import expanded, parse_json, write_whole
 from outpace.models.fields import read_json
 from outpace.models.prompts import evenly
 from outpace.train import checkpoint
@@ -122,8 +122,8 @@ class Pipeline:
         self.out = home(options.method, self.target) if out is None else out
         # Whoever was started anew goes on where there is something to go on with.
         anew = restarts() > 0 and checkpoint.latest(self.folder) is not None
-        self.resume, self.start = resume or anew, None if start is None else start.expanduser()
-        self.mean_with = tuple(folder.expanduser() for folder in mean_with)
+        self.resume, self.start = resume or anew, None if start is None else expanded(start)
+        self.mean_with = tuple(map(expanded, mean_with))
         self.rank, self.world = world()
         self.taps = options.objective.taps(options.own, self.target)
         self._check()

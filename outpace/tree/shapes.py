@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from outpace.errors import SpecError, shown
-from outpace.files import parse_json
+from outpace.files import expanded, parse_json
 from outpace.types import ROOT, Budget, Shape, depths
 
 CHAIN = Shape()
@@ -68,7 +68,7 @@ def parse_shape(text: str) -> Shape:
     """
     text = text.strip()
     if text.endswith(".json"):
-        return read_shape(Path(text))
+        return read_shape(expanded(text))
     if text == "chain":
         return CHAIN
     if _CAPE.fullmatch(text):

@@ -322,6 +322,12 @@ def bad_files(tmp_path, monkeypatch):
         ),
         (["analyze", "acceptance", "--model", "./nowhere", "-d", "lookup"], "unknown drafter 'lookup'"),
         (["methods", "all", "none"], "extra argument"),
+        (["bench", "--workload", "~nosuch/x"], "no workload '~nosuch/x'"),
+        (["predict", "--device", "~nosuch/x"], "unknown device '~nosuch/x'"),
+        (["predict", "-m", "~nosuch/x"], "no model at ~nosuch/x: no such file"),
+        (["analyze", "tokenizers", "~nosuch/x"], "no model at ~nosuch/x: no such file"),
+        (["train", "target", "--texts", "~nosuch/x", "--out=~nosuch/y"], "~nosuch/x: there is no such"),
+        (["train", "eagle3", "-m", "tiny", "--texts", "~nosuch/x"], "cannot read ~nosuch/x: no such file"),
     ],
     ids=lambda value: " ".join(value)[:60] if isinstance(value, list) else "",
 )
@@ -411,6 +417,12 @@ def test_a_place_that_cannot_be_written_is_refused_before_the_model_is_loaded(ou
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.count("\n") == 1
     assert "/dev/null/a.svg: Not a directory" in ran.err
+
+
+def test_a_shell_that_leaves_the_sign_of_a_home_is_helped(outpace, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    ran = outpace("predict", "--device", "h100", "--out=~/x")
+    assert ran.code == 0 and (tmp_path / "x").is_dir()
 
 
 def test_output_that_cannot_be_written():

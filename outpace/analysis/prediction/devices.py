@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.resources import files
-from pathlib import Path
 from typing import Any
 
 from outpace.analysis.prediction.model import CPU, CUDA, METAL
 from outpace.analysis.roofline import GROUPS, Device
 from outpace.errors import RequestError, UnknownNameError, shown
-from outpace.files import parse_json
+from outpace.files import expanded, parse_json
 
 HERE = "cpu-here"
 _NEEDED = ("title", "kind", "peak", "bandwidth")
@@ -84,7 +83,7 @@ def find(name: str) -> Record:
     records = known()
     if name in records:
         return records[name]
-    path = Path(name).expanduser()
+    path = expanded(name)
     if not path.is_file():
         raise UnknownNameError(
             "device", name, [HERE, *records], notes=["or give a JSON file with such a record"]

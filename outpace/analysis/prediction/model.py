@@ -20,6 +20,7 @@ import torch
 from outpace.analysis.roofline import Device, Held, Op, Widths, op_table, seconds
 from outpace.drafters.trained import decoder_from_json, is_drafter
 from outpace.errors import ModelError, UnknownNameError
+from outpace.files import expanded
 from outpace.models.blocks import head_name
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -164,7 +165,7 @@ def _shape(name: str) -> tuple[str, DecoderConfig, Mapping[str, Place]]:
         target = load_target(name, dtype="float32")
         assert isinstance(target, Decoder)
         return target.name, target.config, {}
-    path = Path(name).expanduser()
+    path = expanded(name)
     short = name.lower() in {one.name for one in known_models()}
     if not short and (file := _config_file(name, path)) is not None:
         said = read_json(file)

@@ -26,10 +26,10 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 from outpace.errors import ModelError
+from outpace.files import expanded
 from outpace.models.text import Tokenizer
 from outpace.models.tiny import tiny_tokenizer
 from outpace.models.zoo import open_checkpoint
@@ -97,7 +97,7 @@ def read_tokenizer(name: str) -> Tokenizer:
     """
     if name == "tiny":
         return tiny_tokenizer()
-    path = Path(name).expanduser()
+    path = expanded(name)
     if path.is_file() and path.suffix == ".json":
         if path.name != "tokenizer.json":
             raise ModelError(f"{name} is no tokenizer; give a file that is called tokenizer.json")

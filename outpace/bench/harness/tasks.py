@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import RequestError
-from outpace.files import parse_json, read_text
+from outpace.files import expanded, parse_json, read_text
 
 SAMPLE = "sample"
 """Three short tasks that come with the package."""
@@ -39,7 +39,7 @@ def read_tasks(names: Sequence[str]) -> tuple[list[Task], list[Path]]:
     tasks: list[Task] = []
     folders: list[Path] = []
     for name in names:
-        path = Path(name).expanduser()
+        path = expanded(name)
         if name == SAMPLE:
             tasks += [of_rows(part, read_rows(_FOLDER / f"{part}.jsonl")) for part in _PARTS]
         elif path.suffix == ".jsonl":

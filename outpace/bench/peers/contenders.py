@@ -31,6 +31,7 @@ from outpace.bench.peers.process import ChildPeer, refuse
 from outpace.bench.records import Case, Contender, Kind, Run, Settings
 from outpace.engine.results import Counters
 from outpace.errors import ModelError, OutpaceError, UnknownNameError
+from outpace.files import expanded
 from outpace.models.base import Target
 
 PEERS = ("hf", "hf-prompt-lookup", "hf-assisted", "openvino", "openvino-prompt-lookup", "llamacpp")
@@ -202,7 +203,7 @@ def _outside(
 ) -> Contender:
     if python is None:
         raise ModelError("it runs in an environment of its own; name its Python (--peer-python)")
-    program = Path(python).expanduser()
+    program = expanded(python)
     if program.is_dir():
         program = program / "bin" / "python"
     found = shutil.which(program)

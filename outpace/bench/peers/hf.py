@@ -9,13 +9,13 @@ Shape letters: T rows, V vocabulary.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from outpace.bench.peers.hf_generate import quiet
 from outpace.errors import ModelError, UnknownNameError
+from outpace.files import expanded
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
@@ -136,7 +136,7 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 def _from_folder(name: str, dtype: torch.dtype) -> Any:
     from transformers import AutoModelForCausalLM
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     try:
         with quiet():
             model = AutoModelForCausalLM.from_pretrained(str(path) if path.exists() else name, dtype=dtype)

@@ -29,6 +29,7 @@ from torch import Tensor
 from outpace.drafters.speculators import default_layers
 from outpace.drafters.trained import decoder_to_json, lender
 from outpace.errors import ModelError
+from outpace.files import expanded
 from outpace.law import VocabMap
 from outpace.methods.eagle3.net import CONFIDENCE
 from outpace.methods.eagle3.probe import read as read_probe
@@ -122,7 +123,7 @@ class Eagle3(Objective):
         net = Eagle3Net(shape, len(taps), rows, bool(config.two_stage), config.confidence > 0).to(lent.device)
         take(net, lent, layer, config.start, len(taps), vocab)
         if config.two_stage:
-            freeze(net, read_probe(Path(config.two_stage), target)[1])
+            freeze(net, read_probe(expanded(config.two_stage), target)[1])
         return cls(config, lent, vocab, net, shape)
 
     def unroll(self, batch: Batch, aligned: Aligned, depths: int) -> list[Tensor]:
@@ -189,7 +190,7 @@ def _tap_layers(config: Eagle3Config, target: Target) -> tuple[int, ...]:
     """Layers after which features are taken; in shallow targets one may serve twice."""
     last = target.num_layers
     if config.two_stage:
-        return read_probe(Path(config.two_stage), target)[0]
+        return read_probe(expanded(config.two_stage), target)[0]
     if config.taps is None:
         return default_layers(target)
     words = config.taps.split(",")

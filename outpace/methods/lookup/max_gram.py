@@ -19,11 +19,11 @@ earliest occurrence wins, which guesses worse).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.trained import candidates
 from outpace.drafters.worth import grow
+from outpace.files import expanded
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.bigram import METHOD, TABLE, BigramTable, usual_place
 from outpace.methods.lookup.files import vocabulary_digest
@@ -87,7 +87,7 @@ class MaxGram(FollowsText[AutomatonState]):
         """
         if not config.bigram:
             return cls(config)
-        path = None if config.table is None else Path(config.table)
+        path = None if config.table is None else expanded(config.table)
         own = candidates(METHOD, target)
         if path is None and not own and not usual_place("").parent.is_dir():
             return cls(config)

@@ -25,7 +25,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +32,7 @@ from numpy.typing import NDArray
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.drafters.rowwise import RowwiseDrafter
+from outpace.files import expanded
 from outpace.methods.lookup.datastore import Datastore
 from outpace.methods.lookup.pool_trees import fill, halving
 from outpace.models.base import Target
@@ -93,7 +93,7 @@ class Recycling(RowwiseDrafter[_State]):
         """
         if config.table is None:
             return cls(config)
-        store = Datastore.open(Path(config.table))
+        store = Datastore.open(expanded(config.table))
         store.check_fits(target)
         return cls(config, store.successors(config.successors))
 

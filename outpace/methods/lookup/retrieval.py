@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -28,6 +27,7 @@ from numpy.typing import NDArray
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.rowwise import RowwiseDrafter
+from outpace.files import expanded
 from outpace.methods.lookup.datastore import DEPTH, Datastore
 from outpace.methods.lookup.pool_trees import fill
 from outpace.models.base import Target
@@ -74,7 +74,7 @@ class Retrieval(RowwiseDrafter[None]):
 
     @classmethod
     def load(cls, config: RetrievalConfig, target: Target) -> Retrieval:
-        store = Datastore.open(Path(config.store))
+        store = Datastore.open(expanded(config.store))
         store.check_fits(target)
         return cls(config, store)
 

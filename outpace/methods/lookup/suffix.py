@@ -32,11 +32,11 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.per_key import PerKey
 from outpace.drafters.worth import Chances, grow
+from outpace.files import expanded
 from outpace.methods.lookup.automaton import SuffixAutomaton
 from outpace.methods.lookup.files import vocabulary_digest
 from outpace.methods.lookup.follows import AutomatonState, FollowsText
@@ -108,7 +108,7 @@ class Suffix(FollowsText[_State]):
         """
         if config.store is None:
             return cls(config, History(config.capacity) if config.shared else None)
-        digest, path = vocabulary_digest(target.tokenizer, target.vocab_size), Path(config.store)
+        digest, path = vocabulary_digest(target.tokenizer, target.vocab_size), expanded(config.store)
         known = path.exists()
         history = History.load(path, digest, config.capacity) if known else History(config.capacity)
         keeper = Keeper(history, path, digest)

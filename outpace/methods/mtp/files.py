@@ -24,6 +24,7 @@ from outpace.drafters.one_layer import LAYER
 from outpace.drafters.trained import CONFIG, candidates, find, is_drafter, read_config
 from outpace.drafters.trained_file import TrainedFile, read_file, read_layer
 from outpace.errors import ModelError, SpecError, shown
+from outpace.files import expanded
 from outpace.methods.mtp.net import CHAINED, NORMED, PARALLEL, RAW, MtpShape
 from outpace.methods.mtp.self_test import choose_base
 from outpace.models.base import Target
@@ -73,7 +74,7 @@ def read_mtp(path: str | None, base: str | None, target: Target) -> MtpFile:
     """
     if base not in (None, NORMED, RAW):
         raise SpecError(f"mtp: base must be {NORMED} or {RAW}, got {shown(base)}")
-    folder = None if path is None else Path(path).expanduser()
+    folder = None if path is None else expanded(path)
     if folder is not None and _is_model(folder):
         return _from_checkpoint(SafetensorsCheckpoint(folder), base, target, str(folder))
     if folder is None and not candidates(METHOD, target) and isinstance(target, Decoder):

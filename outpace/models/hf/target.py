@@ -17,7 +17,6 @@ import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from outpace.cache.base import KVCache
 from outpace.errors import ModelError
+from outpace.files import expanded
 from outpace.models.base import HEAD, TAPS, TREE, Target
 from outpace.models.blocks import capped
 from outpace.models.families import DecoderConfig
@@ -394,7 +394,7 @@ def load_hf(name: str, dtype: torch.dtype, device: torch.device, reason: str | N
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = Path(name).expanduser()
+    path = expanded(name)
     source = str(path) if path.exists() else name
     try:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype).to(device)
