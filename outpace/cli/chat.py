@@ -147,10 +147,13 @@ class Talk:
             raise OutpaceError(f"unknown command {line!r}; {hint}")
 
     def _answer(self, message: str) -> None:
-        chunks = self._dialogue.send(message)
         result = None
-        with contextlib.closing(chunks), _stop_at_ctrl_c() as stopped:  # type: ignore[type-var]
-            for chunk in chunks:
+        # send() is inside as well: the first message makes tokenizer and drafter ready, which takes a while.
+        with (
+            _stop_at_ctrl_c() as stopped,
+            contextlib.closing(self._dialogue.send(message)) as chunks,  # type: ignore[type-var]
+        ):
+            for chunk in () if stopped else chunks:
                 show.write(chunk.text)
                 result = chunk.result
                 if stopped:

@@ -76,6 +76,24 @@ def test_ctrl_c_stops_an_answer_and_the_talk_goes_on(talk, monkeypatch, capsys):
     assert "1 turn, 200 tokens" in capsys.readouterr().err
 
 
+def test_ctrl_c_before_the_first_token_stops_no_more_than_the_answer(talk, monkeypatch, capsys):
+    engine = talk._engine
+    request = engine.request
+
+    def interrupted(*args, **settings):
+        signal.raise_signal(signal.SIGINT)
+        return request(*args, **settings)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine, "request", interrupted)
+        talk.take("hello there")
+    ran = capsys.readouterr()
+    assert ran.out == "\n" and "stopped; this turn is not kept" in ran.err
+    talk.take("hello there")
+    talk.take("/stats")
+    assert "1 turn, 200 tokens" in capsys.readouterr().err
+
+
 def test_a_second_ctrl_c_is_not_held_back(talk, monkeypatch):
     def write(text):
         signal.raise_signal(signal.SIGINT)
