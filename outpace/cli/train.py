@@ -116,10 +116,14 @@ def train(
         check_destination(out)
     engine = model.load(drafter="none")
 
+    from outpace.train import checkpoint
     from outpace.train.pipeline import Pipeline, made_to_json, work_folder
+    from outpace.train.stopping import told
 
     work = work_folder(engine) if work is None else work
     with contextlib.ExitStack() as stack:
+        if not dry_run:
+            stack.enter_context(told(_say, partial(checkpoint.kept, work / method, work / method / "best")))
         own: Sequence[str] = ()
         if self_prompts is not None:
             options.trial(engine.target)  # refuses what cannot be, before the model thinks of prompts

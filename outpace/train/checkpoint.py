@@ -69,7 +69,8 @@ def kept(folder: Path, best: Path | None) -> str:
     if best is not None:
         drafter = f"the best drafter so far is in {best}, " if best.is_dir() else "no drafter was made, "
     if last is None:
-        return f"stopped: {drafter}there is no checkpoint; the same command begins the training anew"
+        on = "begins the training anew" if best is None else f"goes on with what {folder.parent} holds"
+        return f"stopped: {drafter}there is no checkpoint; the same command {on}"
     return f"stopped: {drafter}the last checkpoint is {last.name}; --resume goes on"
 
 

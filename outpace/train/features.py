@@ -157,11 +157,15 @@ class FeatureStore:
         """
         reporter = Reporter("features", "texts", say)
         missing = [one for one in texts if not self._has(one)]
-        for first in range(0, len(missing), _FEW):
-            if not self._fits:
-                return
-            self.ensure(missing[first : first + _FEW])
-            reporter.late(first + _FEW, len(missing))
+        try:
+            for first in range(0, len(missing), _FEW):
+                if not self._fits:
+                    return
+                self.ensure(missing[first : first + _FEW])
+                reporter.late(first + _FEW, len(missing))
+        except KeyboardInterrupt:
+            self.flush()
+            raise
         if missing:
             reporter.now(len(missing), len(missing))
 

@@ -52,6 +52,7 @@ from outpace.train.progress import Say
 from outpace.train.repeats import near_duplicates
 from outpace.train.splits import check_splits
 from outpace.train.starts import begin_from
+from outpace.train.stopping import told
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab, size_for
 from outpace.types import VocabMap
@@ -251,7 +252,19 @@ class Pipeline:
             check_splits(self.target, self.prompts, self.stored, self.options.data, longest, self.say)
 
     def data(self) -> None:
-        """Make answers; what is there is not made again. Waits for another training that makes some."""
+        """Make answers; what is there is not made again. Waits for another training that makes some.
+
+        Raises:
+            KeyboardInterrupt: as ``run``.
+        """
+        with self._told():
+            self._data()
+
+    def _told(self) -> contextlib.AbstractContextManager[None]:
+        say: Say = self.say if self.rank == 0 else lambda line: None
+        return told(say, lambda: checkpoint.kept(self.folder, self.best))
+
+    def _data(self) -> None:
         _ = self.store
         self.engine.cache = self.target.new_cache()  # keys and values of generation are large
 
@@ -267,20 +280,16 @@ class Pipeline:
                 what was done stays.
             KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
         """
-        try:
+        with self._told():
             if self.prompts:
                 self.options.trial(self.target)  # refuses what cannot be, before hours of answers
                 self.check_prompts()
             busy = f"another training works in {self.folder}; wait for it, or give another --work"
             with alone(self.folder, busy) if self.rank == 0 else contextlib.nullcontext():
                 return self._run(report, measure)
-        except KeyboardInterrupt:
-            if self.rank == 0:
-                self.say(checkpoint.kept(self.folder, self.best))
-            raise
 
     def _run(self, report: Callable[[Progress], None], measure: Measure | None) -> Made:
-        self.data()
+        self._data()
         source, held_out = self.batches("train"), self.batches("held_out")
         loop = self.options.loop_config(source.count(0) // source.share)
         provenance = self.provenance()

@@ -1,6 +1,7 @@
-"""Ctrl-C and SIGTERM while a training runs: the step ends and is kept before the process leaves.
+"""Ctrl-C and SIGTERM: what a command keeps is said before the process leaves.
 
-A second Ctrl-C ends it at once, as the first one does everywhere else.
+While a training runs, the step ends and is kept first. A second Ctrl-C ends it at once, as the first
+one does everywhere else.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from outpace.train.progress import Say
@@ -39,6 +40,42 @@ class Asked:
         raise KeyboardInterrupt(signal.SIGINT if self.number is None else self.number)
 
 
+class _End:
+    """Ends what runs, as Ctrl-C does."""
+
+    def __init__(self) -> None:
+        self.numbers: list[int] = []
+        """Of the signals that came: whoever catches what they raise may raise anew."""
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        self.numbers.append(number)
+        raise KeyboardInterrupt(number)
+
+
+@contextlib.contextmanager
+def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
+    """Let SIGTERM end what runs as Ctrl-C does, in the main thread; after both, say what was kept.
+
+    Raises:
+        KeyboardInterrupt: of these two, with the number of SIGTERM.
+    """
+    end = _End()
+    ours = (
+        threading.current_thread() is threading.main_thread()
+        and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    )
+    if ours:
+        signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        say(kept())
+        raise KeyboardInterrupt(*(end.numbers[:1] or stop.args)) from None
+    finally:
+        if ours:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
 @contextlib.contextmanager
 def asked(say: Say) -> Iterator[Asked]:
     """Let signals ask; in the main thread, which alone can have them.
@@ -53,7 +90,8 @@ def asked(say: Say) -> Iterator[Asked]:
     try:
         if threading.current_thread() is threading.main_thread():
             for number, usual in _OURS.items():
-                if signal.getsignal(number) == usual:
+                present = signal.getsignal(number)
+                if present == usual or isinstance(present, _End):
                     before[number] = signal.signal(number, found.take)
         yield found
     finally:

@@ -40,6 +40,7 @@ from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
 from outpace.train.pipeline import command
 from outpace.train.plan import PLAN, check_plan, write_plan
+from outpace.train.stopping import told
 from outpace.train.target_net import ExitModel, Numbered, Recipe, end_of
 from outpace.train.target_start import END, Start, start_from
 
@@ -218,7 +219,8 @@ def make(
     _check_place(out, work, resume)
     with alone(work, f"another training works in {work}; wait for it, or give another --out"):
         _check_place(out, work, resume)  # again: another one may have ended meanwhile
-        _make(out, work, recipe, files, loop, resume, say)
+        with told(say, lambda: checkpoint.kept(work, None)):
+            _make(out, work, recipe, files, loop, resume, say)
 
 
 def _make(
@@ -253,22 +255,18 @@ def _make(
         "start": recipe.start,
         "exits": recipe.after,
     }
-    try:
-        train(
-            model,
-            own,
-            held.all(),
-            loop,
-            out=out,
-            work=work,
-            resume=resume,
-            report=partial(_tell, recipe, say),
-            say=say,
-            provenance=provenance,
-        )
-    except KeyboardInterrupt:
-        say(checkpoint.kept(work, None))
-        raise
+    train(
+        model,
+        own,
+        held.all(),
+        loop,
+        out=out,
+        work=work,
+        resume=resume,
+        report=partial(_tell, recipe, say),
+        say=say,
+        provenance=provenance,
+    )
     for path in (work / PLAN, *checkpoint.paths(work)):
         path.unlink(missing_ok=True)
 

@@ -164,6 +164,34 @@ def test_sigterm_keeps_the_last_step_and_says_how_to_go_on(outpace, prompts, dat
     checkpoint.paths(work / "draft_model")[0].unlink()  # other tests begin anew
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize(
+    ("more", "at"),
+    [((), "generating"), (("--only-data",), "generating"), (("--self-prompts", "9"), "written")],
+)
+def test_who_is_stopped_before_the_first_step_says_what_is_kept(
+    outpace, prompts, data_folder, tmp_path, monkeypatch, more, at, number
+):
+    from outpace.cli import show
+    from outpace.train import self_prompts
+
+    def note(line, real=show.note):
+        real(line)
+        if at in line:
+            signal.raise_signal(number)
+
+    monkeypatch.setattr(show, "note", note)
+    monkeypatch.setattr(self_prompts, "_written", lambda *given: iter([note("written")]))
+    work = tmp_path / "own"
+    stopped = train(outpace, "--prompts", prompts, "--tokens", "600", "--work", str(work), *more)
+    assert stopped.code == 128 + number and stopped.err.splitlines()[-1] == (
+        "stopped: no drafter was made, there is no checkpoint; "
+        f"the same command goes on with what {work} holds"
+    )
+    assert stopped.err.count("stopped: ") == 1
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

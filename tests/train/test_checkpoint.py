@@ -72,7 +72,11 @@ def test_a_checkpoint_of_before_counters_were_in_the_digest_is_read(tmp_path):
 def test_what_a_stopped_training_leaves_is_one_line(tmp_path):
     best = tmp_path / "best"
     assert checkpoint.kept(tmp_path, best) == (
-        "stopped: no drafter was made, there is no checkpoint; the same command begins the training anew"
+        f"stopped: no drafter was made, there is no checkpoint; the same command goes on with what "
+        f"{tmp_path.parent} holds"
+    )
+    assert checkpoint.kept(tmp_path, None) == (
+        "stopped: there is no checkpoint; the same command begins the training anew"
     )
     best.mkdir()
     save(tmp_path, 200)

@@ -120,6 +120,22 @@ def test_all_texts_are_computed_as_far_as_there_is_room(target, tmp_path, monkey
     assert len(said) == 1 and 0 < len(small) < len(part)
 
 
+def test_stopped_halfway_it_keeps_what_was_computed(target, tmp_path, monkeypatch):
+    texts = sequences(lengths=[9] * 100)
+    store = FeatureStore(target, tmp_path, TAPS, ROOM)
+    real, left = store.ensure, [None, KeyboardInterrupt]
+
+    def ensure(part):
+        if (stop := left.pop(0)) is not None:
+            raise stop
+        real(part)
+
+    monkeypatch.setattr(store, "ensure", ensure)
+    with pytest.raises(KeyboardInterrupt):
+        store.fill(texts, print)
+    assert sum(map(FeatureStore(target, tmp_path, TAPS, ROOM)._has, texts)) == module._FEW
+
+
 def test_what_is_on_disk_is_not_computed_again(target, tmp_path, monkeypatch):
     part = sequences()
     want = FeatureStore(target, tmp_path, TAPS, 0).of(part)
