@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
 from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option, writes_folder
+from outpace.cli.predict import speeds
 
 if TYPE_CHECKING:
     from outpace.analysis.cost import CostCurve, DraftCost
@@ -175,10 +176,10 @@ def show_report(report: dict[str, Any]) -> None:
     if report["roofline"] is not None:
         plain, fitted = report["roofline"]["measured"], report["roofline"]["fitted"]
         show.write(
-            f"roofline  {_peaks(plain)}: one row {_ms(plain['one_row_seconds'])} ms; "
-            f"off by {plain['error']:.0%} on average\n"
-            f"fitted    {_peaks(fitted)}, {fitted['overhead'] * 1e6:.1f} us per operator: "
-            f"off by {fitted['error']:.0%}\n"
+            f"roofline  {speeds(plain['peak'], plain['bandwidth'])}: "
+            f"one row {_ms(plain['one_row_seconds'])} ms; off by {plain['error']:.0%} on average\n"
+            f"fitted    {speeds(fitted['peak'], fitted['bandwidth'])}, "
+            f"{fitted['overhead'] * 1e6:.1f} us per operator: off by {fitted['error']:.0%}\n"
         )
     show.write("\npass by rows: ms, and passes over one row\n")
     heads = [(f"ms at {context}", f"x at {context}") for context in contexts]
@@ -204,10 +205,6 @@ def show_report(report: dict[str, Any]) -> None:
             [(spec, *_draft(cost)) for spec, cost in report["drafters"].items()],
             numbers=numbers,
         )
-
-
-def _peaks(device: dict[str, float]) -> str:
-    return f"{device['peak'] / 1e9:.0f} GFLOP/s, {device['bandwidth'] / 1e9:.1f} GB/s"
 
 
 def _pairs(table: list[list[float]], index: int) -> list[str]:

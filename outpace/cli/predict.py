@@ -266,10 +266,11 @@ def _gains(
 def show_report(report: dict[str, Any]) -> None:
     """Print for people."""
     memory, device = report["memory"], report["device"]
-    kinds = ", ".join(report["weight_types"])
+    kinds, record = ", ".join(report["weight_types"]), device["record"]
+    (peak,) = record["peak"].values()
     show.write(
         f"{report['model']}, weights {report['form']} ({kinds}), keys and values {report['kv_dtype']}\n"
-        f"on {device['name']}: {_speeds(device['record'])}\n"
+        f"on {device['name']}: {speeds(peak, record['bandwidth'])}\n"
         f"from {device['source']}{_fitted(device['calibration'])}. A prediction, not a measurement.\n\n"
         f"memory    {_bytes(memory['resident_bytes'])} of weights, {_bytes(memory['kv_bytes'])} of keys and "
         f"values ({_bytes(memory['kv_token_bytes'])} a token)"
@@ -325,9 +326,16 @@ def _operator(one: dict[str, Any], whole: float) -> tuple[Any, ...]:
     return one, one["flops"] / 1e9, one["bytes"] / 1e6, 1e3 * one["seconds"], one["seconds"] / whole
 
 
-def _speeds(record: dict[str, Any]) -> str:
-    (peak,) = record["peak"].values()
-    return f"{peak / 1e9:,.0f} GFLOP/s, {record['bandwidth'] / 1e9:,.1f} GB/s"
+def speeds(peak: float, bandwidth: float) -> str:
+    """Two speeds in words. Of a fitted device, one of them may have limited no pass."""
+    from outpace.analysis.prediction.calibration import FREE
+
+    return ", ".join(
+        (
+            f"{peak / 1e9:,.0f} GFLOP/s" if peak < FREE else "arithmetic limited no pass",
+            f"{bandwidth / 1e9:,.1f} GB/s" if bandwidth < FREE else "reading weights limited no pass",
+        )
+    )
 
 
 def _fitted(calibration: dict[str, Any] | None) -> str:

@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from outpace.analysis.prediction.calibration import FREE
 from outpace.bench.plots import COLOURS, MARKERS
+from outpace.cli.predict import speeds
 
 Report = Mapping[str, Any]
 _NAMED = 0.03
@@ -27,18 +29,15 @@ def roofline(figure: Any, report: Report) -> bool:
         for one in phase["operators"]
         if one["flops"] and one["bytes"]
     ]
-    ridge = peak / bandwidth
-    low, high = min(ridge, *(x for x, _ in found)) / 2, max(ridge, *(x for x, _ in found)) * 2
+    at = [x for x, _ in found]
+    if max(peak, bandwidth) < FREE:  # else the roof has no ridge
+        at.append(peak / bandwidth)
+    low, high = min(at) / 2, max(at) * 2
     x = np.geomspace(low, high, 200)
     together = "product" in record["overlaps"]
     roof = np.minimum(x * bandwidth, peak) if together else 1 / (1 / peak + 1 / (x * bandwidth))
-    axes.plot(
-        x,
-        roof / 1e9,
-        color="#000000",
-        lw=1.4,
-        label=f"{peak / 1e9:,.0f} GFLOP/s, {bandwidth / 1e9:,.0f} GB/s",
-    )
+    axes.plot(x, roof / 1e9, color="#000000", lw=1.4, label=speeds(peak, bandwidth))
+    labelled: list[tuple[str, tuple[float, float], int]] = []
     for index, (name, phase) in enumerate(phases.items()):
         shown = [one for one in phase["operators"] if one["flops"] and one["bytes"]]
         at = [(one["flops"] / one["bytes"], one["flops"] / one["seconds"] / 1e9) for one in shown]
@@ -55,17 +54,42 @@ def roofline(figure: Any, report: Report) -> bool:
         named = [
             (one["operator"], spot) for one, spot, s in zip(shown, at, shares, strict=True) if s >= _NAMED
         ]
-        side = {"ha": "right"} if index else {"ha": "left"}
-        for names, spot in _together(named):
-            shift = (-12, -24) if index else (12, -16)
-            axes.annotate(names, spot, shift, textcoords="offset points", fontsize=8, va="top", **side)
+        labelled += [(names, spot, index) for names, spot in _together(named)]
     axes.set_xscale("log")
     axes.set_yscale("log")
+    axes.margins(x=0.06, y=0.2)
     axes.set_xlabel("FLOPs per byte moved")
     axes.set_ylabel("GFLOP per second")
     axes.set_title(_title(report, "Roofline"), loc="left")
     figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=3, markerscale=0.6)
+    figure.draw_without_rendering()  # now the spots have places
+    _label(figure, axes, labelled)
     return True
+
+
+def _label(figure: Any, axes: Any, labelled: Sequence[tuple[str, tuple[float, float], int]]) -> None:
+    """Write names beside their spots: of decoding to the right, of prefill to the left, none over another."""
+    placed: list[Any] = []
+    for names, spot, index in sorted(labelled, key=lambda one: -one[1][1]):
+        x, y, side = (-12, -24, "right") if index else (12, -16, "left")
+        text = axes.annotate(
+            names,
+            spot,
+            (x, y),
+            textcoords="offset points",
+            fontsize=8,
+            va="top",
+            ha=side,
+            color=COLOURS[index],
+        )
+        for _ in range(len(labelled)):
+            box = text.get_window_extent()
+            over = [one for one in placed if one.overlaps(box)]
+            if not over:
+                break
+            y -= 72 * (box.y1 - min(one.y0 for one in over)) / figure.dpi + 2
+            text.set_position((x, y))
+        placed.append(box)
 
 
 def _together(named: Sequence[tuple[str, tuple[float, float]]]) -> list[tuple[str, tuple[float, float]]]:

@@ -8,7 +8,8 @@ from outpace.analysis.prediction.calibration import Timed, ops_of
 from outpace.analysis.prediction.model import read
 from outpace.analysis.roofline import Device, seconds
 from outpace.cli import show
-from outpace.cli.predict_plots import by_rows
+from outpace.cli.predict import speeds
+from outpace.cli.predict_plots import by_rows, roofline
 from outpace.models import measured
 from tests.analysis.test_scaling import made
 
@@ -98,14 +99,39 @@ def test_pictures_are_drawn(outpace, tmp_path):
     assert "gate, up" in (tmp_path / "o" / "roofline.svg").read_text(encoding="utf-8")
 
 
-def test_the_times_of_a_pass_can_be_read_off(outpace):
+def test_no_label_lies_over_another(outpace):
+    report = json.loads(outpace(*TINY, "--device", "h100", "--json").out)
+    for phase in (report["decode"], report["prefill"]):
+        for index, one in enumerate(phase["operators"]):
+            one.update(flops=1e9, bytes=1e9, seconds=phase["seconds"] * 1.4**-index)
+    figure = drawn(roofline, report)
+    boxes = [text.get_window_extent() for text in figure.axes[0].texts]
+    assert len(boxes) > 3
+    assert not any(a.overlaps(b) for i, a in enumerate(boxes) for b in boxes[:i])
+
+
+def test_a_limit_that_no_pass_showed_is_no_speed(outpace):
+    assert speeds(3.02e11, 2e10) == "302 GFLOP/s, 20.0 GB/s"
+    assert speeds(3.02e11, calibration.FREE) == "302 GFLOP/s, reading weights limited no pass"
+    report = json.loads(outpace(*TINY, "--device", "a100", "--dtype", "float32", "--json").out)
+    report["device"]["record"]["bandwidth"] = calibration.FREE
+    low, _ = drawn(roofline, report).axes[0].get_xlim()
+    assert low > 1e-4  # operators are in sight, no ridge is
+
+
+def drawn(picture, report):
     from matplotlib.figure import Figure
 
+    figure = Figure(layout="constrained")
+    assert picture(figure, report)
+    figure.draw_without_rendering()
+    return figure
+
+
+def test_the_times_of_a_pass_can_be_read_off(outpace):
     report = json.loads(outpace(*TINY, "--device", "a100", "--json").out)
     report["batches"] = [dict(batch=1, pass_seconds=[(2.2 + i / 10) * 1e-3 for i in range(7)])]
-    figure = Figure()
-    assert by_rows(figure, report)
-    figure.draw_without_rendering()
+    figure = drawn(by_rows, report)
     low, high = figure.axes[0].get_ylim()
     ticks = figure.axes[0].yaxis.get_ticklabels()
     assert "2.5" in [one.get_text() for one in ticks if low <= one.get_position()[1] <= high]
