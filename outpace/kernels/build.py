@@ -39,7 +39,8 @@ _CALLED = {
     "amx-int8": "amx_int8",
 }
 """What Linux calls an instruction set, where compilers call it otherwise."""
-_SECONDS = 120.0
+SECONDS = 120.0
+"""What a compiler is given."""
 
 
 def sources() -> bytes:
@@ -72,7 +73,7 @@ def compile_to(path: Path, flags: Collection[str], source: Path = FOLDER / MAIN)
         SubprocessError: the compiler refuses.
     """
     command = [compiler(), *FLAGS, *flags, "-o", str(path), str(source), "-lm"]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=_SECONDS)
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=SECONDS)
 
 
 def shipped(variant: str) -> Path:

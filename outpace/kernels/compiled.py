@@ -9,6 +9,7 @@ be borrowed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -17,12 +18,13 @@ import os
 import platform
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
 
 from outpace.config import cache_folder, may_compile
-from outpace.files import replaced, write_whole
+from outpace.files import replaced
 from outpace.kernels import build
 
 LOG = logging.getLogger("outpace.compiled")
@@ -56,6 +58,7 @@ _ARGUMENTS = {
     "outpace_rank": "aaiiiaa",
 }
 """Of every function: addresses, whole numbers of 64 bits, floats, doubles."""
+_DIGEST = hashlib.sha256().digest_size
 _TYPES = {"a": ctypes.c_void_p, "i": ctypes.c_int64, "f": ctypes.c_float, "d": ctypes.c_double}
 
 
@@ -133,25 +136,30 @@ def _compiled() -> Path:
     folder = cache_folder() / "compiled"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     whole = folder / f"pass-{build.digest(*known)}.so"
-    said = whole.with_suffix(".sha256")
-    if not _is_whole(whole, said):
+    if not _is_whole(whole):
+        _remove_parts(folder)
         with replaced(whole) as fresh:
             build.compile_to(fresh, [build.NATIVE])
             content = fresh.read_bytes()
-        write_whole(said, _told(content))
+            fresh.write_bytes(content + hashlib.sha256(content).digest())
     return whole
 
 
-def _is_whole(file: Path, said: Path) -> bool:
-    """Whether a file has the size and the digest that are kept beside it."""
+def _is_whole(file: Path) -> bool:
+    """Whether a file ends with the digest of all before; whoever loads it reads no further than its code."""
     try:
-        return said.read_text(encoding="utf-8") == _told(file.read_bytes())
-    except (OSError, UnicodeDecodeError):
+        content = file.read_bytes()
+    except OSError:
         return False
+    return hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
-def _told(content: bytes) -> str:
-    return f"{len(content)} {hashlib.sha256(content).hexdigest()}\n"
+def _remove_parts(folder: Path) -> None:
+    """Remove what was being compiled when its process was killed; no compiler takes as long as its age."""
+    for part in folder.glob(".*.part"):
+        with contextlib.suppress(OSError):  # another process was faster
+            if time.time() - part.stat().st_mtime > 2 * build.SECONDS:
+                part.unlink()
 
 
 def _processor() -> bytes:

@@ -1,10 +1,12 @@
 """Code is compiled once, files that are not whole are made anew, and wheels carry theirs."""
 
 import logging
+import os
 import platform
 import shutil
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -81,8 +83,7 @@ def calls(tmp_path, monkeypatch):
 def test_code_is_compiled_once(calls, tmp_path, monkeypatch):
     made = compiled._compiled()
     assert made == compiled._compiled() and len(calls) == 1
-    names = {path.name for path in made.parent.iterdir()}
-    assert names == {made.name, made.with_suffix(".sha256").name}, "nothing else is left"
+    assert list(made.parent.iterdir()) == [made], "nothing else is left"
     monkeypatch.setattr(compiled, "_processor", lambda: b"another")
     assert compiled._compiled() != made and len(calls) == 2
     for changed in ("pass.c", "some.h", "other.c"):
@@ -92,14 +93,35 @@ def test_code_is_compiled_once(calls, tmp_path, monkeypatch):
         assert len(calls) == before + 1, "what it includes may have changed"
 
 
-@pytest.mark.parametrize("harm", [b"", b"\x7fELF an", b"\x7fELF and more.", b"\x7fELF and mose"])
-def test_a_file_that_is_not_whole_is_made_anew(calls, harm):
+@pytest.mark.parametrize(
+    "harmed",
+    [
+        lambda whole: b"",
+        lambda whole: whole[:7],
+        lambda whole: whole[:-1],
+        lambda whole: whole[:-32],
+        lambda whole: whole + b".",
+        lambda whole: whole.replace(b"more", b"mose"),
+    ],
+)
+def test_a_file_that_is_not_whole_is_made_anew(calls, harmed):
     made = compiled._compiled()
     whole = made.read_bytes()
-    made.write_bytes(harm)
+    made.write_bytes(harmed(whole))
     assert compiled._compiled() == made and made.read_bytes() == whole and len(calls) == 2
-    made.with_suffix(".sha256").unlink()
+    made.unlink()
     assert compiled._compiled() == made and len(calls) == 3
+
+
+def test_what_a_killed_process_was_compiling_is_removed(calls, tmp_path):
+    folder = tmp_path / "compiled"
+    folder.mkdir()
+    for name, age in (("killed", 300), ("runs", 100)):
+        part = folder / f".pass-{name}.so.1-00.part"
+        part.touch()
+        os.utime(part, (time.time() - age,) * 2)
+    made = compiled._compiled()
+    assert {one.name for one in folder.iterdir()} == {made.name, ".pass-runs.so.1-00.part"}
 
 
 @pytest.mark.slow
