@@ -158,7 +158,7 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
         SpecError: a value that cannot be read, or that the config refuses.
     """
     hints = typing.get_type_hints(config)
-    fields = [f.name for f in dataclasses.fields(config)]  # type: ignore[arg-type]
+    fields = {field.name: field for field in dataclasses.fields(config)}  # type: ignore[arg-type]
     values: dict[str, Any] = {}
     for key, text in options.items():
         if key not in fields:
@@ -167,11 +167,7 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
             values[key] = _read(text, hints[key])
         except ValueError:
             raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
-    missing = [
-        field.name
-        for field in dataclasses.fields(config)  # type: ignore[arg-type]
-        if field.name not in values and _required(field)
-    ]
+    missing = [name for name, field in fields.items() if name not in values and _required(field)]
     if missing:
         raise SpecError(f"{who} needs {' and '.join(f'{name}=...' for name in missing)}")
     try:

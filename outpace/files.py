@@ -19,6 +19,8 @@ from typing import Any, TextIO
 
 from outpace.errors import RequestError
 
+FULL = (errno.ENOSPC, errno.EDQUOT)  # more room would have prevented them
+
 
 @contextlib.contextmanager
 def replaced(path: Path) -> Iterator[Path]:

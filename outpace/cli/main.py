@@ -38,6 +38,7 @@ from outpace.cli import (
 )
 from outpace.cli.options import add
 from outpace.errors import OutpaceError, shorten
+from outpace.files import FULL
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]  # typer gives it no public name
 
@@ -170,6 +171,8 @@ def _usage(error: Any) -> str:
 
 def _fail(message: str) -> int:
     _drop_stdout()
+    for full in map(os.strerror, FULL):  # whoever has met it, and whatever it says of it
+        message = message.replace(full, f"{full}; make room on that disk")
     print(f"outpace: error: {shorten(' '.join(message.split()))}", file=sys.stderr)
     return 2
 

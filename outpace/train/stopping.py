@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
 
+from outpace.files import FULL
 from outpace.train.progress import Say
 
 _OURS = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: signal.SIG_DFL}
@@ -58,6 +59,7 @@ def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
 
     Raises:
         KeyboardInterrupt: of these two, with the number of SIGTERM.
+        OSError: of a full disk; it says what was kept as well.
     """
     end = _End()
     ours = (
@@ -71,6 +73,11 @@ def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
     except KeyboardInterrupt as stop:
         say(kept())
         raise KeyboardInterrupt(*(end.numbers[:1] or stop.args)) from None
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        said = kept().removeprefix("stopped: ")
+        raise OSError(error.errno, f"{error.strerror}; {said}", error.filename) from error
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,5 +1,6 @@
 """Exit codes, errors in one line, start-up, and what happens to a process that is stopped."""
 
+import errno
 import os
 import shutil
 import signal
@@ -430,7 +431,17 @@ def test_output_that_cannot_be_written():
         ran = subprocess.run([*COMMAND, "methods", "--json"], stdout=full, stderr=subprocess.PIPE, text=True)
     assert ran.returncode == 2
     assert ran.stderr.startswith("outpace: error: cannot write to standard output: ")
+    assert ran.stderr.endswith("No space left on device; make room on that disk\n")
     assert ran.stderr.count("\n") == 1
+
+
+def test_a_full_disk_is_one_line_that_asks_for_room(outpace, monkeypatch, tmp_path):
+    def full(number):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("os.fsync", full)
+    ran = outpace("predict", "--device", "h100", "--out", str(tmp_path))
+    assert ran.err == f"outpace: error: {tmp_path}: {os.strerror(errno.EDQUOT)}; make room on that disk\n"
 
 
 @pytest.fixture

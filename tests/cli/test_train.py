@@ -192,6 +192,24 @@ def test_who_is_stopped_before_the_first_step_says_what_is_kept(
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
+def test_a_full_disk_is_one_line_that_says_how_to_go_on(outpace, prompts, data_folder, tmp_path, monkeypatch):
+    from outpace.train.tokens import TokenStore
+
+    def full(*given):
+        raise OSError(28, "No space left on device", "a.safetensors")
+
+    given = ("--prompts", prompts, "--tokens", "600", "--work", str(tmp_path))
+    with monkeypatch.context() as disk:
+        disk.setattr(TokenStore, "append", full)
+        ran = train(outpace, *given)
+        assert ran.code == 2 and ran.err.splitlines()[-1] == (
+            "outpace: error: a.safetensors: No space left on device; make room on that disk; "
+            f"no drafter was made, there is no checkpoint; the same command goes on with what {tmp_path} holds"
+        )
+        assert ran.err.count("No space") == 1
+    assert train(outpace, *given, "--only-data").code == 0
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
