@@ -203,8 +203,8 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(outpace, prompts, data_f
         disk.setattr(TokenStore, "append", full)
         ran = train(outpace, *given)
         assert ran.code == 2 and ran.err.splitlines()[-1] == (
-            "outpace: error: a.safetensors: No space left on device; make room on that disk; "
-            f"no drafter was made, there is no checkpoint; the same command goes on with what {tmp_path} holds"
+            "outpace: error: a.safetensors: No space left on device; make room on that disk; no drafter "
+            f"was made, there is no checkpoint; the same command goes on with what {tmp_path} holds"
         )
         assert ran.err.count("No space") == 1
     assert train(outpace, *given, "--only-data").code == 0

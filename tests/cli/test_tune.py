@@ -193,7 +193,8 @@ def test_a_full_disk_costs_files_and_no_figures(outpace, timed, monkeypatch, for
 
     monkeypatch.setattr(tune.show, "save", full)
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--out", "mine.json", *form)
-    assert ran.code == 2 and ran.err.splitlines()[-1].endswith("mine.json: No space left on device")
+    assert ran.code == 2
+    assert ran.err.splitlines()[-1].endswith("mine.json: No space left on device; make room on that disk")
     assert "suffix" in ran.out and "policies start from" not in ran.out
 
 
