@@ -133,13 +133,13 @@ class Lookahead(RowwiseDrafter[_State]):
 
     def begin(self, request: Request) -> _State:
         """A window made of tokens of the prompt, and the n-grams of what is held already."""
-        text = request.prompt
+        text = request.prompt or (0,)  # in the tokens of another model a prompt may be empty
         columns = [
             [text[(i + level - self._levels) % len(text)] for level in range(self._levels)]
             for i in range(self.config.window)
         ]
         state = _State(Pool(self.config.guesses, self.config.pool), columns)
-        self._read(state, text[: request.num_cached])
+        self._read(state, request.prompt[: request.num_cached])
         return state
 
     def propose_one(self, row: DraftRow[_State]) -> Draft:

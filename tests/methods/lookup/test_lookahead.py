@@ -176,6 +176,13 @@ def test_riders_keep_to_the_rows_and_the_context_that_are_left(max_rows, positio
     assert not drafter.propose([row(state, text, Budget(0, 0))])[0].riders
 
 
+def test_a_text_may_begin_with_nothing():
+    """A prompt that `cross_vocabulary` cannot spell in the tokens of its model."""
+    drafter = Lookahead(LookaheadConfig(window=1, ngram=3))
+    draft = drafter.propose([row(drafter.begin(Request(prompt=())), [1], TREE_BUDGET)])[0]
+    assert len(draft) == 0 and draft.riders is not None
+
+
 def test_a_target_without_riders_is_refused_by_name():
     assert Lookahead.traits.needs == {TREE, EMBEDDINGS}
     with pytest.raises(ModelError, match="'lookahead' needs embeddings, which table:0"):
