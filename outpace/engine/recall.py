@@ -9,7 +9,7 @@ from typing import Any
 
 from outpace.engine.method import Method
 from outpace.models.base import Target
-from outpace.models.measured import kept, store
+from outpace.models.measured import change, kept, merged
 from outpace.policies.costs import Costs
 from outpace.types import CostCurve, KnownDrafter
 
@@ -38,25 +38,21 @@ def remember(owner: object, target: Target, methods: Mapping[str, Method]) -> we
         target: of the engine.
         methods: of the engine, those that it has now and those that it gets.
     """
+    begun: dict[str, Any] = {}
 
     def fill(costs: Costs) -> None:
         recall(target, costs)
-        learned = _learned(target)
+        begun.update(kept("learned", target, "", dict) or {})
         for spec, method in methods.items():
-            method.policy.recall(learned.get(spec))
+            method.policy.recall(begun.get(spec))
 
     for method in methods.values():
         method.policy.costs.later(partial(fill, method.policy.costs))
-    return weakref.finalize(owner, _write, target, methods)
+    return weakref.finalize(owner, _write, target, methods, begun)
 
 
-def _learned(target: Target) -> Mapping[str, Any]:
-    """What policies learned before, by method spec."""
-    return kept("learned", target, "", dict) or {}
-
-
-def _write(target: Target, methods: Mapping[str, Method]) -> None:
-    """Keep what is known now; of methods that were not used, what was known before. At most 64."""
+def _write(target: Target, methods: Mapping[str, Method], begun: Mapping[str, Any]) -> None:
+    """Keep what was learned since it ``begun``; else what is kept by now. At most 64 methods."""
     now = {spec: found for spec, method in methods.items() if (found := method.policy.learned())}
     if now:
-        store("learned", target, "", dict(list({**_learned(target), **now}.items())[-64:]))
+        change("learned", target, lambda found: dict(list(merged(begun, now, found).items())[-64:]))

@@ -53,6 +53,34 @@ def store(
     return file
 
 
+def change(kind: str, target: Target, made: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Keep what is made of what is kept of a kind; processes do so one after another."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(ImportError, OSError):  # a folder, a system or a disk without locks
+            import fcntl
+
+            folder = _file(_key(kind, target, ""), target).parent
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = os.open(folder, os.O_RDONLY)
+            stack.callback(os.close, lock)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        store(kind, target, "", made(kept(kind, target, "", dict) or {}))
+
+
+def merged(begun: Any, own: Any, found: Any) -> Any:
+    """What a process learned, and what others did meanwhile, which it began with too or did not know.
+
+    Args:
+        begun: what it began with.
+        own: what it knows now: wherever that is something else, it counts.
+        found: what is kept by now.
+    """
+    if not (isinstance(own, dict) and isinstance(found, dict)):
+        return own if own != begun or found is None else found
+    first = begun if isinstance(begun, dict) else {}
+    return {**found, **{name: merged(first.get(name), one, found.get(name)) for name, one in own.items()}}
+
+
 def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 

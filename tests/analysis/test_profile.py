@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import threading
 from functools import partial
 from types import SimpleNamespace
 
@@ -297,6 +298,46 @@ def test_what_policies_learned_is_kept_for_the_next_process(engine):
     kept = next(measured.cache_folder().rglob("learned-*.json"))
     kept.write_text("{broken")
     Engine(engine.target, spec).remember()
+
+
+def test_of_two_that_end_each_keeps_what_the_other_learned(engine):
+    """One draws its tokens and the other does not, as two servers of one model."""
+    spec = "auto[drafters=suffix]"
+    settings = {"max_new_tokens": 30, "ignore_eos": True, "allowed_tokens": frozenset({3, 4})}
+    both = [Engine(engine.target, "none") for _ in range(2)]
+    ends = [recall.remember(one, one.target, one._methods) for one in both]
+    for one, temperature in zip(both, (0.0, 1.0), strict=True):
+        one.generate([3, 4] * 4, drafter=spec, temperature=temperature, seed=1, **settings)
+    greedy, drawn = (one.method(spec).policy.learned() for one in both)
+    for end in ends:
+        end()
+    assert measured.kept("learned", engine.target, "", dict) == {spec: {**greedy, **drawn}}
+    assert {*greedy} == {"greedy"} and {*drawn} == {"drawn"}
+
+
+def test_what_others_learned_since_stays():
+    begun = {"auto": {"greedy": {"suffix": 1, "none": 1}}}
+    own = {"auto": {"greedy": {"suffix": 2, "none": 1}}, "new": {"drawn": {}}}
+    found = {"auto": {"greedy": {"suffix": 3, "none": 3, "more": 3}, "drawn": {}}, "old": {}}
+    assert measured.merged(begun, own, found) == {
+        "auto": {"greedy": {"suffix": 2, "none": 3, "more": 3}, "drawn": {}},
+        "old": {},
+        "new": {"drawn": {}},
+    }
+
+
+def test_what_is_kept_changes_one_process_after_another(engine):
+    def count():
+        for _ in range(20):
+            measured.change("counts", engine.target, lambda found: {"n": found.get("n", 0) + 1})
+
+    measured.store("counts", engine.target, "", {})
+    threads = [threading.Thread(target=count) for _ in range(4)]
+    for one in threads:
+        one.start()
+    for one in threads:
+        one.join()
+    assert measured.kept("counts", engine.target, "", dict) == {"n": 80}
 
 
 def test_files_are_read_once_and_only_by_those_who_need_them(engine, monkeypatch):
