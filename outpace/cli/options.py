@@ -145,7 +145,9 @@ def epilog(examples: str) -> str:
 
 def add(app: typer.Typer, command: Callable[..., None], examples: str, name: str | None = None) -> None:
     """Put a function into an application as a command, with examples below its help."""
-    app.command(name, epilog=epilog(examples))(spread(command))
+    paragraphs = (inspect.getdoc(command) or "").split("\n\n")
+    said = "\n\n".join(" ".join(one.split()) for one in paragraphs)  # the terminal breaks the lines
+    app.command(name, help=said, epilog=epilog(examples))(spread(command))
 
 
 def whole(text: str) -> int:

@@ -112,8 +112,8 @@ def predict(
 ) -> None:
     """Predict time and memory of a model from its config, and what a drafter would gain.
 
-    Every operator takes its arithmetic or its memory traffic, whichever is longer, on a device that is a few
-    numbers. Public records have peak figures, which no program reaches: their predictions are a bound.
+    An operator takes the time of its arithmetic or of its memory traffic, whichever is longer. Public figures
+    of a device are peaks, which no program reaches, so a prediction from them is a bound.
     """
     from outpace.analysis.prediction import devices
     from outpace.analysis.prediction.model import CPU, read

@@ -95,8 +95,8 @@ def train(
     """Make a drafter for a model, from nothing but the model and some prompts.
 
     Prompts come from files, from the model itself, or both. The model answers them, its features
-    are kept, the method is trained on them, and the drafter is measured on prompts that were kept
-    apart. Whatever is stopped goes on where it was.
+    are kept, the method is trained on them, and the drafter is measured on held-out prompts. With --resume
+    a training that was stopped goes on.
 
     With target as METHOD, a model is trained on texts so that its first layers draft well for it.
     """

@@ -61,6 +61,6 @@ def check_splits(
     reached = round(data.tokens / (LIKELY * data.max_new_tokens * data.answers))
     if not stored and answered > reached + 1:
         say(
-            f"{data.tokens} tokens are about {reached + 1} answered prompts, and there is one to learn from "
-            f"and one to measure with only after {answered}; more --tokens may be needed"
+            f"{data.tokens} tokens are about {reached + 1} answered prompts; it takes {answered} to have one "
+            "to train on and one to measure with, so more --tokens may be needed"
         )

@@ -184,6 +184,11 @@ def test_the_options_are_as_agreed():
     assert found == {name: sorted(text.split()) for name, text in OPTIONS.items()}
 
 
+def test_paragraphs_of_help_break_where_the_terminal_ends():
+    for name, one in commands(cli.typer.main.get_command(cli.app)):
+        assert not [part for part in (one.help or "").split("\n\n") if "\n" in part.strip()], name
+
+
 @pytest.mark.parametrize("arguments", [(), ("--help",), ("-h",)])
 def test_without_a_command_it_helps(outpace, arguments):
     ran = outpace(*arguments)

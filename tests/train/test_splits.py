@@ -75,6 +75,6 @@ def test_tokens_that_may_end_before_a_held_out_prompt_are_told_of(engine, tmp_pa
     late = [*prompts(engine, False, 40), *prompts(engine, True, 1)]
     begin(engine, late, tmp_path, lines.append).check_prompts()
     (line,) = lines
-    assert line.startswith("400 tokens are about 11 answered prompts") and "after 41;" in line
+    assert line.startswith("400 tokens are about 11 answered prompts") and "takes 41 " in line
     begin(engine, late, tmp_path, lines.append, tokens=4000).check_prompts()
     assert len(lines) == 1
