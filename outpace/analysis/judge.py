@@ -60,8 +60,7 @@ def named(specs: Sequence[str]) -> dict[str, Callable[[], Policy]]:
 def told(policy: Policy, text: Text) -> Policy:
     """The policy, which knows of a text's drafters now what an engine would tell it."""
     for name, one in text.drafters.items():
-        if one.previews_P is not None:
-            policy.costs.suppose(name, 0.0)
+        policy.costs.suppose(name, one.level_D)
         if one.known is not None:
             policy.costs.know({name: one.known})
     return policy

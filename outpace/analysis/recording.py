@@ -31,7 +31,7 @@ from outpace.curve import KnownDrafter
 from outpace.drafters.trained import taught
 from outpace.engine.engine import Engine
 from outpace.engine.method import SingleMethod
-from outpace.engine.portfolio import largest
+from outpace.engine.portfolio import largest, supposed
 from outpace.engine.requests import GenerationRequest
 from outpace.engine.scheduler import Scheduler
 from outpace.engine.sequence import ActiveSequence
@@ -46,7 +46,7 @@ from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow
 from outpace.types import NOTHING, Budget, Draft, Drawn, Load, Plan, Shape, Verdict
 
-FORMAT = 2
+FORMAT = 3
 """Of the files."""
 
 
@@ -76,8 +76,10 @@ class Recorded:
     """Chances that it told beforehand; None if it tells none."""
     guesses: Mapping[int, tuple[Guess, ...]]
     """Most nodes asked for -> the draft at every position."""
-    known: KnownDrafter | None = None
+    known: KnownDrafter | None
     """What an engine tells `auto` of it beforehand."""
+    level_D: tuple[float, ...]
+    """And of its levels, in passes over one row."""
 
     def draft(self, position: int, asked: Budget) -> tuple[int, int, int, int]:
         """Nodes, depth, accepted tokens and levels of a draft within a budget."""
@@ -241,6 +243,7 @@ def _one(
                 for nodes, drafts in made[spec].items()
             },
             taught(spec, engine.target, TUNING.text / 2).get(spec),
+            tuple(supposed(one)),
         )
         for spec, one in methods.items()
     }
@@ -362,6 +365,7 @@ def _packed(text: Text) -> dict[str, Any]:
             "beam": one.budget.shape.beam,
             "passes": one.passes,
             "known": None if one.known is None else asdict(one.known),
+            "levels": one.level_D,
             "previews": one.previews_P,
             "guesses": {
                 str(nodes): [[*guess.nodes_D, guess.accepted, guess.levels] for guess in guesses]
@@ -383,7 +387,8 @@ def _unpacked(data: Mapping[str, Any]) -> Text:
                 int(nodes): tuple(Guess(tuple(line[:-2]), *line[-2:]) for line in lines)
                 for nodes, lines in one["guesses"].items()
             },
-            KnownDrafter.from_json(one["known"]) if one.get("known") else None,
+            KnownDrafter.from_json(one["known"]) if one["known"] else None,
+            tuple(one["levels"]),
         )
         for spec, one in data["drafters"].items()
     }

@@ -147,11 +147,9 @@ class Portfolio(Method):
             if self._target.max_positions >= LONG and VIEWS in self._target.can:
                 able = registry.able("drafter", registry.LONG_TEXTS)
                 made |= self._loaded(MethodSpec(row.name) for row in able if row.name not in named)
-        for name in made:
-            spec = MethodSpec.parse(name)
-            if registry.entry("drafter", spec.name).family == "lookup":
-                self._costs.suppose(name, 0.0)
-            elif not self._costs.kept(name)[0]:
+        for name, one in made.items():
+            self._costs.suppose(name, level_D := supposed(one))
+            if any(level_D) and not self._costs.kept(name)[0]:
                 self._costs.know(taught(name, self._target, self._costs.tuning.text / 2))
         return made or self._loaded([MethodSpec("none")])
 
@@ -187,6 +185,12 @@ class Portfolio(Method):
             else:  # one without a folder of its own says itself what it lacks
                 made |= self._loaded([MethodSpec(name)])
         return made
+
+
+def supposed(one: SingleMethod) -> Sequence[float]:
+    """What its levels cost in passes over one row, before one was timed; lookups cost next to nothing."""
+    looks_up = registry.entry("drafter", MethodSpec.parse(one.spec).name).family == "lookup"
+    return (0.0,) if looks_up else one.drafter.traits.level_D
 
 
 def largest(one: SingleMethod) -> Budget:

@@ -112,7 +112,7 @@ class Costs:
         self.tuning = tuning
         self._known: dict[str, KnownDrafter] = {}
         self._names: dict[str, str] = {}  # method spec -> the one that it was measured as
-        self._supposed: dict[str, float] = {}
+        self._supposed: dict[str, Sequence[float]] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._reads: dict[str, tuple[float, float]] = {}  # seconds of late reading, and its tokens
         self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
@@ -140,9 +140,9 @@ class Costs:
         """Say that a method spec drafts as another one does, which may have been measured."""
         self._names[drafter] = other
 
-    def suppose(self, drafter: str, level: float) -> None:
-        """Say what a level costs, in seconds, unless something is known already."""
-        self._supposed.setdefault(drafter, level)
+    def suppose(self, drafter: str, level_D: Sequence[float]) -> None:
+        """Say what its levels cost, in passes over one row, until something is known; see ``Scale``."""
+        self._supposed.setdefault(drafter, level_D)
 
     def kept(self, drafter: str) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Drafts that kept a token at depth 1, 2, ..., and those that were tried there; measured before."""
@@ -225,7 +225,7 @@ class Costs:
         self._lately[_power(count)] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
-            asked = [row for row in asked if self._supposed.get(row.drafter) != 0.0]
+            asked = [row for row in asked if any(self._supposed.get(row.drafter, (1.0,)))]
         if len({row.drafter for row in asked}) == 1 and seconds.get("draft", 0.0) > 0.0:
             self._learn_draft(asked, record.draft_levels, seconds["draft"])
 
@@ -250,10 +250,11 @@ class Costs:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
         if found := _nearest(self._drafts.get(name, {}), sequences):
             return found
-        known, plain = self._find(name), self.passed(1, 0, 1)
-        level = (known.level or known.call) if known else 0.0
-        level = level or self._supposed.get(name, self.tuning.part * plain)
-        return Line(level, 1.0, self.tuning)
+        if (known := self._find(name)) and (level := known.level or known.call):
+            return Line(level, 1.0, self.tuning)
+        first, *further = self._supposed.get(name, (self.tuning.part,))
+        ratio = further[0] / first if further else 1.0
+        return Line(first * self.passed(1, 0, 1), ratio, self.tuning)
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""

@@ -22,12 +22,12 @@ def lookup(kept):
     """Tells 0.9, 0.5, ... of four guesses where something is kept; says nothing elsewhere."""
     told = tuple((0.9, 0.5, 0.35, 0.15) if one else () for one in kept)
     made = tuple(Guess((1, 2, 3, 4), one, 0) if one else Guess((), 0, 0) for one in kept)
-    return Recorded(Budget(4, 4), False, told, {4: made})
+    return Recorded(Budget(4, 4), False, told, {4: made}, None, (0.0,))
 
 
 def model(kept):
     made = tuple(Guess((1, 2), one, 2) for one in kept)
-    return Recorded(Budget(2, 2), True, None, {2: made})
+    return Recorded(Budget(2, 2), True, None, {2: made}, None, (0.2,))
 
 
 def step(drafter, drafted, accepted, number=1):

@@ -27,10 +27,10 @@ def text(lookup=(), model=(), positions=60, kind="k"):
         kept = [lookup[i % len(lookup)] for i in range(positions)]
         told = tuple((0.9, 0.8, 0.7, 0.6) if one else () for one in kept)
         made = tuple(Guess((1, 2, 3, 4), one, 0) if one else Guess((), 0, 0) for one in kept)
-        drafters["suffix"] = Recorded(Budget(4, 4), False, told, {4: made})
+        drafters["suffix"] = Recorded(Budget(4, 4), False, told, {4: made}, None, (0.0,))
     if model:
         made = tuple(Guess((1, 2), model[i % len(model)], 2) for i in range(positions))
-        drafters["draft_model"] = Recorded(Budget(2, 2), True, None, {2: made})
+        drafters["draft_model"] = Recorded(Budget(2, 2), True, None, {2: made}, None, (0.2,))
     return Text("t", kind, 10, drafters)
 
 
@@ -143,7 +143,8 @@ def test_a_recording_is_what_drafters_would_have_done(tmp_path):
 
 
 def test_a_shorter_draft_is_the_first_part_of_a_longer_one():
-    tree = Recorded(budget("dynamic", 4, 0), True, None, {1: (Guess((1,), 0, 1),), 4: (Guess((2, 4), 2, 2),)})
+    guesses = {1: (Guess((1,), 0, 1),), 4: (Guess((2, 4), 2, 2),)}
+    tree = Recorded(budget("dynamic", 4, 0), True, None, guesses, None, (0.2,))
     assert tree.draft(0, Budget(4, 2, shape=Shape(beam=8))) == (4, 2, 2, 2)
     assert tree.draft(0, Budget(4, 1, shape=Shape(beam=8))) == (2, 1, 1, 1)
     assert tree.draft(0, Budget(1, 1, shape=Shape(beam=8))) == (1, 1, 0, 1)

@@ -167,11 +167,11 @@ def test_dear_drafters_are_left_alone(engine):
         )
     )
     engine.costs.watch = lambda record: None
-    engine.costs.suppose("draft_model[model=tiny]", 1.0)
+    engine.costs.suppose("draft_model[model=tiny]", (1000.0,))
     rows, _ = watch(engine, PROMPTS[1], drafter=WITH_MODEL)
     assert "suffix" in {r.drafter for r in rows}
     assert "draft_model[model=tiny]" not in {r.drafter for r in rows}
-    engine.costs.suppose("draft_model[layers=1 model=tiny]", 1e-6)
+    engine.costs.suppose("draft_model[layers=1 model=tiny]", (0.001,))
     spec = "auto[drafters=suffix+draft_model[model=tiny layers=1]]"
     rows, _ = watch(engine, [77], drafter=spec)
     assert "draft_model[layers=1 model=tiny]" in {r.drafter for r in rows}

@@ -93,7 +93,7 @@ class Simulator:
         if know:
             policy.costs.start(curve)
             for name, fake in drafters.items():
-                policy.costs.suppose(name, fake.level)
+                policy.costs.suppose(name, (fake.level / PASS,))
 
     def step(self, batch=1, part=0, context=64, censor=False):
         """One step of the first ``batch`` sequences. Returns what each took."""

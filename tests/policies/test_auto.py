@@ -308,7 +308,7 @@ def test_sequences_that_rest_share_a_level():
     """A level is paid for once: all of a batch are weighed for it, those that drafted nothing lately too."""
     policy = Auto(AutoConfig())
     policy.costs.start(CURVE)
-    policy.costs.suppose("m", 0.1 * PASS)
+    policy.costs.suppose("m", (0.1,))
     for resting in (0, 7):
         rows = [PolicyRow(policy.begin(), {"m": Fake([0.6]).budget}, Budget(64, 64), None) for _ in range(8)]
         for row in rows[:resting]:

@@ -116,7 +116,7 @@ def test_reading_late_makes_no_level_dearer():
 
 def test_beside_one_with_levels_a_lookup_costs_next_to_nothing():
     costs = watched(record(3, 0.02, 0.0002, 0, "look"), times=5)
-    costs.suppose("look", 0.0)
+    costs.suppose("look", (0.0,))
     rows = (RowRecord(0, "look", 2, 0, (0,), 2, False), RowRecord(1, "m", 2, 0, (0,), 2, False))
     for _ in range(20):
         costs.watch(StepRecord(0, rows, {"draft": 0.0042, "score": 0.02}, 6, draft_levels=2))

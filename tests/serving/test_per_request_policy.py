@@ -63,7 +63,7 @@ def test_drafts_shrink_when_others_fill_the_pass(make):
     def nodes(load):
         policy = make()
         policy.costs = Costs()
-        policy.costs.suppose("d", 0.0)
+        policy.costs.suppose("d", (0.0,))
         one = PolicyRow(policy.begin(), {"d": OWN}, ROOMY, KeyedCoins(0, 0, Stream.POLICY))
         return policy.plan([one], load)[0].budget.max_nodes
 
