@@ -204,7 +204,9 @@ class Auto(Policy):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
             loss, offer = min([(prices.draft(name, one.levels) - one.gain, one) for one in menu.offers[:2]])
             loss += chosen[i].gain if i in chosen else 0.0
-            if loss <= 1.0:  # while a lookup copies well, others wait
+            # While a lookup copies well, others wait. What a bad moment taught is not believed for ever.
+            saved = 0.0 if i in chosen else -self._wait * step * self.tuning.explore
+            if loss <= max(1.0, saved):
                 self._tried[name], chosen[i] = self._tick, offer
                 self._wait = (max(0.0, loss) + menu.read) / step / self.tuning.explore
                 return i

@@ -8,7 +8,7 @@ from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import Evidence, PolicyRow
 from outpace.policies.offers import Offer
 from outpace.policies.tuning import Tuning
-from outpace.types import NOTHING, Budget, KnownDrafter, Load
+from outpace.types import NOTHING, Budget, KnownDrafter, Load, RowRecord, StepRecord
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
 
 
@@ -186,6 +186,17 @@ def test_trials_stay_within_their_share():
     assert {one.drafter for one in tried} == {"m", "n"}, "both in turn"
     assert all(one.plan.choice.reason == "probe" for one in tried)
     assert rate(steps) > 0.985 / PASS
+
+
+def test_a_bad_moment_is_not_believed_for_ever():
+    """After a slow start rows seem to cost as much as passes: a trial has to be saved for."""
+    policy = Auto(AutoConfig())
+    for rows, seconds in ((1, PASS), (5, 9 * PASS)) * 4:
+        one = RowRecord(0, NONE, rows - 1, 0, (0,), rows - 1, False)
+        policy.costs.watch(StepRecord(0, (one,), {"score": seconds}, rows, context=64))
+    steps = Simulator(policy, {"look": Fake([says(0.8, 1.0, 4)])}, know=False).run(900)
+    drafts = [one.depth > 0 for one in steps]
+    assert not any(drafts[:50]) and sum(drafts[-200:]) > 180
 
 
 def test_sequences_without_drafts_are_looked_at_less_often():
