@@ -70,7 +70,9 @@ def policy(
     for fresh in judged.values():  # a wrong one is said before a long recording
         fresh()
 
-    asked = []
+    asked, found, unwritten = [], [], None
+    if not file.exists():
+        show.check_file(file)
     if measure or not file.exists():
         from outpace.bench.cases import fitting
         from outpace.models.prompts import evenly
@@ -84,8 +86,16 @@ def policy(
         specs = split_specs(drafters or "") or list(engine.method("auto").serving(ruled=False))
         settings: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": temperature}
         with show.progress(len(asked), "prompts") as tick:
-            recording.write(file, recording.record(engine, asked, specs, **settings, tick=tick))
-    found = recording.read(file)
+            found = recording.record(engine, asked, specs, **settings, tick=tick)
+        try:
+            recording.write(file, found)
+        except OSError as error:  # said after the report, which needs no file
+            unwritten = error
+    found = found or recording.read(file)
+    ids = {name: tokens for name, _, tokens in asked}
+    same = [text for text in found if text.name in ids]
+    if measure and not same:
+        raise RequestError("no prompt of the workload was recorded; give the --workload and --limit of then")
     with show.progress(0, "scenarios") as tick:
         rows = judge.judge(found, judged, only, orders, tick)
     parts = ablation.worth(rows) if ablate else []
@@ -94,12 +104,6 @@ def policy(
         names = [ablation.WHOLE]
         report["parts"] = [part.to_json() for part in parts]
     if measure:
-        ids = {name: tokens for name, _, tokens in asked}
-        same = [text for text in found if text.name in ids]
-        if not same:
-            raise RequestError(
-                "no prompt of the workload was recorded; give the --workload and --limit of then"
-            )
         report["reality"] = {
             name: judge.reality(engine, [ids[text.name] for text in same], same, name) for name in names
         }
@@ -111,6 +115,8 @@ def policy(
 
     pictures = {"policy": partial(_picture, rows=rows, names=names)}
     show.finish(report, as_json, say, out, "policy", pictures)
+    if unwritten is not None:
+        raise unwritten
 
 
 def show_report(rows: Sequence[Judged], names: Sequence[str], report: dict[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
@@ -187,18 +188,16 @@ def bench(
             "synthetic_acceptance": rates,
         },
     )
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
-    # After the table: a disk that is full by now costs files and no figures.
-    try:
-        if out is not None:
-            save(report, out)
-    finally:  # answers are on no table, and may lie on another disk
+    # The table first, then files, whatever of it fails: a disk may be full, and a reader leave.
+    with contextlib.ExitStack() as last:
         if answers is not None and tokenizer is not None:
-            for path in save_answers(answers, runner.session, asked, tokenizer.decode):
-                show.note(f"wrote {path}")
+            last.callback(save_answers, answers, runner.session, asked, tokenizer.decode)
+        if out is not None:
+            last.callback(save, report, out)
+        if as_json:
+            show.write_json(report)
+        else:
+            show_report(report)
     if report["partial"]:
         raise typer.Exit(130)
 
@@ -246,9 +245,7 @@ def save(report: Report, folder: Path) -> None:
         show.note(f"wrote {path}")
 
 
-def save_answers(
-    file: Path, session: Session, asked: Asked, decode: Callable[[Sequence[int]], str]
-) -> list[Path]:
+def save_answers(file: Path, session: Session, asked: Asked, decode: Callable[[Sequence[int]], str]) -> None:
     """Write an answer file per method, ``FILE`` with the method's name before its suffix.
 
     The answers are those of the first seed in the first round. Prompts of which a turn was not
@@ -274,7 +271,8 @@ def save_answers(
         path = file.with_name(f"{file.stem}-{name}{file.suffix}")
         write_answers(path, contender.name, prompts, answers, decode=decode)
         written.append(path)
-    return written
+    for path in written:
+        show.note(f"wrote {path}")
 
 
 def show_report(report: Report) -> None:

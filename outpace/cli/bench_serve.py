@@ -161,13 +161,15 @@ def serve(
             },
         ),
     )
-    if as_json:
-        show.write_json(report)
-    else:
-        show_report(report)
-    # After the table: a disk that is full by now costs files and no figures.
-    if out is not None:
-        save(report, out)
+    # The table first, then files, whatever of it fails: a disk may be full, and a reader leave.
+    try:
+        if as_json:
+            show.write_json(report)
+        else:
+            show_report(report)
+    finally:
+        if out is not None:
+            save(report, out)
     if report["partial"]:
         raise typer.Exit(130)
 

@@ -76,7 +76,7 @@ def finish(
     name: str = "",
     pictures: Mapping[str, Callable[[Any], bool]] | None = None,
 ) -> None:
-    """Print a report, and write it where that was asked for.
+    """Print a report, and write it where that was asked for, also where it cannot be printed.
 
     Args:
         found: plain values.
@@ -84,16 +84,18 @@ def finish(
         out: folder of ``name``.json and of the pictures; None: nothing is written.
         pictures: by the names of their files; each draws into a figure, or says that there is nothing.
     """
-    if as_json:
-        write_json(found)
-    else:
-        say()
-    if out is not None:
-        save(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
-        if pictures:
-            from outpace.bench.plots import paint
+    try:
+        if as_json:
+            write_json(found)
+        else:
+            say()
+    finally:
+        if out is not None:
+            save(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
+            if pictures:
+                from outpace.bench.plots import paint
 
-            paint(pictures, out, note=note)
+                paint(pictures, out, note=note)
 
 
 def count(number: int, what: str) -> str:

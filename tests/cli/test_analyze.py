@@ -132,3 +132,27 @@ def test_a_wrong_policy_is_said_before_anything_is_recorded(outpace, tmp_path):
     ran = outpace("analyze", "policy", "--texts", str(tmp_path / "t.gz"), "--policies", "auto,nosuch")
     assert ran.code == 2 and "unknown policy 'nosuch'" in ran.err and ran.err.count("\n") == 1
     assert not list(tmp_path.iterdir())
+
+
+RECORDS = ("analyze", "policy", "--model", "tiny", "--drafters", "prompt_lookup", "--limit", "1", "--json")
+
+
+def test_a_recording_that_cannot_be_kept_is_refused_before_it_is_made(outpace, tmp_path, monkeypatch):
+    monkeypatch.setattr("outpace.models.load.load_target", None)
+    (tmp_path / "file").write_text("x")
+    ran = outpace(*RECORDS, "--texts", str(tmp_path / "file" / "t.gz"))
+    assert ran.code == 2 and ran.err.count("\n") == 1 and "t.gz: Not a directory" in ran.err
+
+
+def test_a_disk_that_is_full_by_then_costs_the_recording_alone(outpace, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    given = (*RECORDS, "--policies", "goodput", "--max-new-tokens", "16", "--only", "cpu")
+    with monkeypatch.context() as disk:
+        disk.setattr("outpace.analysis.recording.write_whole", full)
+        ran = outpace(*given, "--texts", str(tmp_path / "t.gz"), "--out", str(tmp_path / "out"))
+    assert ran.code == 2 and ran.err.count("t.gz: No space left") == 1
+    assert json.loads(ran.out) == json.loads((tmp_path / "out" / "policy.json").read_text())
+    again = outpace(*given, "--texts", str(tmp_path / "t.gz"))
+    assert again.code == 0 and json.loads(again.out).keys() == json.loads(ran.out).keys()

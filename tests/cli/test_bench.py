@@ -316,3 +316,14 @@ def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
     assert ran.code == 2 and "Speed-up over none" in ran.out
     assert len(list((tmp_path / "elsewhere").iterdir())) == 2, "answers are on no table"
     assert "report.json: No space left on device" in ran.err and not (tmp_path / "out").exists()
+
+
+def test_figures_that_cannot_be_printed_are_written(outpace, tmp_path, monkeypatch):
+    def gone(value):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("outpace.cli.show.write_json", gone)
+    asked = ("--drafters", "prompt_lookup", "--out", str(tmp_path), "--answers", str(tmp_path / "a.jsonl"))
+    ran = outpace(*few(*asked, "--json"))
+    assert ran.code == 141 and json.loads((tmp_path / "report.json").read_text())["rows"]
+    assert len(list(tmp_path.glob("a-*.jsonl"))) == 2

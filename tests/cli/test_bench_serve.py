@@ -99,6 +99,26 @@ def test_an_open_loop_writes_its_report(outpace, url, workload, tmp_path):
     assert json.loads((out / "report.json").read_text())["loads"][0]["rate"] == 200
 
 
+def test_a_full_disk_costs_files_and_no_figures(outpace, url, workload, tmp_path, monkeypatch):
+    def full(path, data):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("outpace.bench.tables.write_whole", full)
+    ran = load(outpace, url, workload, "-c", "1", "--json", "-o", str(tmp_path / "out"))
+    assert ran.code == 2 and ran.err.count("report.json: No space left") == 1
+    assert json.loads(ran.out)["loads"]
+
+
+def test_a_report_that_cannot_be_printed_is_written(outpace, url, workload, tmp_path, monkeypatch):
+    def gone(value):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("outpace.cli.show.write_json", gone)
+    ran = load(outpace, url, workload, "-c", "1", "--json", "-o", str(tmp_path))
+    assert ran.code == 141 and (tmp_path / "load.svg").exists()
+    assert json.loads((tmp_path / "report.json").read_text())["loads"]
+
+
 def test_a_text_that_differs_is_counted_with_its_place(outpace, url, workload, monkeypatch):
     ask, asked = Server.ask, []
 

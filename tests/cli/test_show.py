@@ -76,3 +76,15 @@ def test_output_that_cannot_be_written_is_an_error_of_the_user(monkeypatch):
     monkeypatch.setattr(sys, "stdout", Gone())
     with pytest.raises(BrokenPipeError):
         show.write("a")
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_report_that_cannot_be_printed_is_written(monkeypatch, tmp_path, as_json):
+    class Gone:
+        def write(self, text):
+            raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(sys, "stdout", Gone())
+    with pytest.raises(BrokenPipeError):
+        show.finish({"a": 1}, as_json, lambda: show.write("a"), tmp_path, "report")
+    assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
