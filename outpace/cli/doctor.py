@@ -82,7 +82,7 @@ def show_report(found: Diagnosis) -> None:
         ]
         show.table(("change", "right", "gain"), table, numbers=("right", "gain"))
     facts = [
-        ("right behind " + f"{context} tokens", f"{kept / count:.2f}")
+        (f"right first guesses behind {context} tokens", f"{kept / count:.2f}")
         for context, kept, count in found.contexts
         if count
     ]
@@ -92,7 +92,8 @@ def show_report(found: Diagnosis) -> None:
         facts.append(("cost of a level, in passes", f"{found.level_cost:.2f}"))
     if found.predicted is not None:
         facts.append(("speed-up of the best chain, predicted", f"{found.predicted:.2f} x"))
-    show.table(("", "value"), facts, numbers=("value",))
+    if facts:
+        show.table(("", "value"), facts, numbers=("value",))
     for line in found.notes:
         show.write(f"note: {line}\n")
     for one in found.findings:

@@ -123,8 +123,8 @@ class Batches:
         self._rows = np.flatnonzero(of_split_S & (self._length_S > store.prompt_S))
         if len(self._rows) == 0:
             raise RequestError(
-                f"{store.folder} holds no sequence of the {split.replace('_', '-')} split whose answer "
-                f"begins before token {limit}; give more prompts, or more --tokens"
+                f"{store.folder} holds no {'training' if learned else 'held-out'} prompt whose answer begins "
+                f"before token {limit}; give more prompts, or more --tokens"
             )
         self.store, self.tokens_per_batch, self.split = store, tokens_per_batch, split
         self.seed, self.taps, self.features = seed, tuple(taps), features

@@ -169,6 +169,12 @@ def test_a_folder_named_without_a_slash_is_told_how_to_write_it(outpace, tmp_pat
     assert ran.code == 2 and "for the folder, write ./mine" in ran.err.splitlines()[-1]
 
 
+def test_doctor_shows_no_empty_table_for_a_drafter_that_cannot_be_loaded(outpace):
+    ran = outpace("doctor", "-m", "tiny", "-d", "draft_model[model=./nosuch]")
+    assert ran.code == 0 and "cannot_load" in ran.out and "./nosuch" in ran.out
+    assert "value" not in ran.out and "mend what the evidence says" in ran.out
+
+
 def test_the_options_are_as_agreed():
     command = cli.typer.main.get_command(cli.app)
     found = {}

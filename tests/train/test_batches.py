@@ -56,7 +56,7 @@ def test_an_epoch_holds_every_sequence_of_its_split_once(store):
 
 def test_a_split_without_sequences_asks_for_more_prompts(tmp_path):
     empty = TokenStore.create(tmp_path / "store", target="t", digest="d", vocab_size=90, about={})
-    with pytest.raises(RequestError, match=r"no sequence of the held-out split .* give more prompts"):
+    with pytest.raises(RequestError, match=r"no held-out prompt .* give more prompts"):
         Batches(empty, 400, split="held_out")
 
 

@@ -120,7 +120,7 @@ def _loaded(engine: Engine, spec: str, to: Diagnosis) -> SingleMethod | None:
     except SpecError as error:
         raise RequestError(str(error)) from error
     except ModelError as error:
-        to.find("cannot_load", "the drafter cannot be loaded", str(error), "see the message")
+        to.find("cannot_load", "the drafter cannot be loaded", str(error), "mend what the evidence says")
         return None
     if not isinstance(method, SingleMethod) or MethodSpec.parse(spec).name == "none":
         raise RequestError(f"--drafter must name one drafter to look at, got {spec}")
