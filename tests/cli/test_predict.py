@@ -90,6 +90,15 @@ def test_a_full_disk_costs_files_and_no_figures(outpace, tmp_path, monkeypatch):
     assert json.loads(ran.out)["decode"]["seconds"] > 0
 
 
+def test_figures_that_cannot_be_printed_are_written(outpace, tmp_path, monkeypatch):
+    def gone(value):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(show, "write_json", gone)
+    ran = outpace(*TINY, "--device", "a100", "--json", "--out", str(tmp_path))
+    assert ran.code == 141 and {"predict.json", "device.json"} <= {one.name for one in tmp_path.iterdir()}
+
+
 def test_pictures_are_drawn(outpace, tmp_path):
     ran = outpace(*TINY, "--device", "a100", "--acceptance", "0.7", "--out", str(tmp_path / "o"))
     assert ran.code == 0, ran.err

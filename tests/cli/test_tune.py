@@ -198,5 +198,16 @@ def test_a_full_disk_costs_files_and_no_figures(outpace, timed, monkeypatch, for
     assert "suffix" in ran.out and "policies start from" not in ran.out
 
 
+@pytest.mark.parametrize(("form", "prints"), [((), "write"), (("--json",), "write_json")])
+def test_figures_that_cannot_be_printed_are_written(outpace, timed, tmp_path, monkeypatch, form, prints):
+    def gone(value):
+        raise BrokenPipeError
+
+    monkeypatch.setattr(tune.show, prints, gone)
+    mine = tmp_path / "mine.json"
+    ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--out", str(mine), *form)
+    assert ran.code == 141 and json.loads(mine.read_text())["drafters"]
+
+
 def test_names_are_checked_before_anything_is_loaded():
     assert tune.check_names(["none", "suffix[tree_size=4]"]) == ["suffix[tree_size=4]"]
