@@ -5,11 +5,15 @@ import mmap
 import pytest
 import torch
 
+from outpace import Engine
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
 from outpace.models.hf.gather import GatherCache
 from outpace.models.tiny import TableCache
 from outpace.serving.prefix import PrefixStore
+from outpace.serving.service import Service
+from tests.conformance.targets import of_transformers
+from tests.serving.test_service import ask
 
 
 def put(cache, ids, mark=0):
@@ -71,6 +75,18 @@ def test_a_slot_is_filled_with_what_was_stored(make):
     assert store.known("k", text(500, start=1)) == 0
     store.check_integrity()
     cache.check_integrity()
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_a_model_of_transformers_goes_on_from_stored_pages(family):
+    """Passes run in inference mode, and pages are pasted between them."""
+    engine = Engine(of_transformers(family), "none")
+    settings = {"temperature": 0.0, "max_new_tokens": 5, "ignore_eos": True}
+    with Service(engine, drafters=("none",)) as service:
+        for held in (0, PAGE):
+            result = ask(service, text(PAGE + 9), **settings).result
+            assert result.cached_tokens == held
+            assert result.tokens == Engine(engine.target, "none").generate(text(PAGE + 9), **settings).tokens
 
 
 def test_whoever_writes_writes_to_a_copy():

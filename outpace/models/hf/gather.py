@@ -132,8 +132,10 @@ class GatherCache(KVCache):
             return
         grown = []
         for which, one in enumerate(new):
-            # Zeros, never garbage: a masked key weighs 0, and 0 * nan would be nan.
-            store = one.new_zeros(slots, one.shape[1], rows, one.shape[3])
+            # Zeros, never garbage: a masked key weighs 0, and 0 * nan would be nan. Pages are pasted
+            # between passes, which tensors of inference mode refuse.
+            with torch.inference_mode(False):
+                store = one.new_zeros(slots, one.shape[1], rows, one.shape[3])
             if stores is not None:
                 old = stores[which][:slots, :, :rows]
                 store[: old.shape[0], :, : old.shape[2]] = old
