@@ -173,5 +173,5 @@ def test_what_does_not_fit_is_refused(store, tmp_path):
     with pytest.raises(IndexError):
         Batches(store, 400).at(0, 10**6)
     empty = TokenStore.create(tmp_path, target="t", digest="d", vocab_size=90, about={})
-    with pytest.raises(RequestError, match="no sequence of the train split"):
+    with pytest.raises(RequestError, match="no training prompt whose answer"):
         Batches(empty, 10)
