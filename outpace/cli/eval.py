@@ -51,15 +51,15 @@ def evaluate(
     """
     specs = read_specs("--drafters", drafters)
 
+    from outpace.bench.harness.scores import broken, evaluate, harness
     from outpace.bench.harness.tasks import read_tasks
 
     read, folders = read_tasks([name for name in tasks.split(",") if name])
+    harness()  # whether it is there is said before the model is loaded
     engine = model.load(drafter="none", allow_lossy=allow_lossy)
     methods = {
         spec: engine.method(spec) for spec in specs
     }  # one that cannot be loaded is said before the work
-
-    from outpace.bench.harness.scores import broken, evaluate
 
     with show.progress(len({"none", *specs}), "drafters") as tick:
         report = evaluate(

@@ -138,8 +138,9 @@ def test_without_the_harness_the_command_says_what_to_install(monkeypatch, capsy
     from outpace.cli.main import main
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    assert main(["eval", "--model", "tiny"]) == 2
-    assert "pip install 'outpace[eval]'" in capsys.readouterr().err
+    for model in ("tiny", "./nosuch"):  # before the model is loaded
+        assert main(["eval", "--model", model]) == 2
+        assert "pip install 'outpace[eval]'" in capsys.readouterr().err
 
 
 @pytest.fixture

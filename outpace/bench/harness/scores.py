@@ -27,6 +27,22 @@ CLOSE = 1e-4
 """Log-likelihoods that are farther apart count as different."""
 
 
+def harness() -> tuple[Any, Any]:
+    """``simple_evaluate`` and ``TaskManager`` of lm-evaluation-harness.
+
+    Raises:
+        RequestError: it is not installed.
+    """
+    try:
+        from lm_eval import simple_evaluate
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise RequestError(
+            f"outpace eval needs lm-evaluation-harness ({error}); try pip install 'outpace[eval]'"
+        ) from error
+    return simple_evaluate, TaskManager
+
+
 def evaluate(
     engine: Engine,
     drafters: Sequence[str],
@@ -55,13 +71,7 @@ def evaluate(
     Raises:
         RequestError: no lm-evaluation-harness, a task that it does not know, or no answer.
     """
-    try:
-        from lm_eval import simple_evaluate
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise RequestError(
-            f"outpace eval needs lm-evaluation-harness ({error}); try pip install 'outpace[eval]'"
-        ) from error
+    simple_evaluate, TaskManager = harness()
     for name in ("lm_eval", "lm_eval.evaluator", "lm_eval.api.task", "lm_eval.tasks"):
         logging.getLogger(name).setLevel(logging.ERROR)
     manager = TaskManager(include_path=[str(folder) for folder in folders] or None)
