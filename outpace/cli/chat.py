@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outpace.params import SamplingParams
 
 _COMMANDS = {
-    "/reset": "forget the conversation and begin anew",
+    "/reset": "forget the conversation and start a new one",
     "/stats": "what the conversation cost so far",
     "/help": "this list",
     "/quit": "leave; so does Ctrl-D",

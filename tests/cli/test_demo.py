@@ -45,6 +45,7 @@ def test_the_page_holds_both_and_escapes_what_it_is_given():
     data = json.loads(re.search(r"const data = (.*), both", page).group(1))
     assert [one["title"] for one in data["takes"]] == ["plain", "auto"]
     assert data["takes"][1]["pieces"] == [[0.0, "</script>", TARGET]]
+    assert "take.rate.toFixed(0)" in page  # as in the terminal
     assert page.count("</script>") == 1 and "a &lt; b" in page and "//" not in page.split("<script>")[0]
 
 
