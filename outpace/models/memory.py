@@ -36,7 +36,8 @@ class MemoryCheckpoint(Checkpoint):
         """Take a model apart.
 
         Args:
-            tensors: everything ``config.tensor_shapes`` names; more is not read.
+            tensors: everything ``config.tensor_shapes`` names; more is not read, nor what is no tensor, as
+                modules of rounded weights have it.
             name: what to call it in reports.
             tokenizer: its tokenizer, if there is one.
             defaults: how its authors sample from it.
@@ -46,6 +47,7 @@ class MemoryCheckpoint(Checkpoint):
         """
         self.config, self.name, self.files = config, name, ()
         self.defaults = defaults or GenerationDefaults()
+        tensors = {at: tensor for at, tensor in tensors.items() if isinstance(tensor, Tensor)}
         self._tensors, self._tokenizer = tensors, tokenizer
         self.places = {
             at: Place(

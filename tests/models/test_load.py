@@ -12,8 +12,10 @@ from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError, UnknownNameError
 from outpace.models.base import TREE
 from outpace.models.decoder import Decoder
+from outpace.models.families import DecoderConfig
 from outpace.models.hf.target import HFTarget
 from outpace.models.load import fast_dtype, load_target
+from outpace.models.memory import MemoryCheckpoint
 from outpace.models.tiny import TableTarget
 from outpace.types import Draft, Feed
 from tests.models.making import save_hf, save_tokenizer
@@ -84,6 +86,25 @@ def test_a_model_in_memory_keeps_its_own_dtype_and_may_become_ours(llama):
             load_target(wrong, device="meta")
     with pytest.raises(ModelError, match="brings its own tokenizer"):
         load_target(target, tokenizer=fast)
+
+
+def test_a_model_in_memory_that_does_more_than_its_weights_say_does_not_become_ours(llama):
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    model.model.layers[0].mlp.train()
+    steered = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 1.2 * out)
+    with pytest.raises(ModelError, match="hooks or modules of its own, which backend='own' does not run"):
+        load_target(model, backend="own")
+    steered.remove()
+    assert isinstance(load_target(model, backend="own"), Decoder)
+    assert model.model.layers[0].mlp.training and not model.training
+
+
+def test_what_is_no_tensor_among_the_weights_is_not_read(llama):
+    """As in modules that are rounded by torch, which have a dtype there."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+    given = {**model.state_dict(), "lm_head.dtype": torch.qint8}
+    checkpoint = MemoryCheckpoint(DecoderConfig.from_hf(model.config.to_dict()), given, name="m")
+    assert checkpoint.digest and "lm_head.dtype" not in checkpoint.places
 
 
 def test_families_we_lack_go_to_transformers_with_a_note(gpt2):
