@@ -59,7 +59,8 @@ class Line:
         self._high = self.seen > 2 and y > most and not self._high
         y = most if self._high else y
         self.seen += 1
-        keep, tie = self._tuning.remember, self.b / self.a
+        # The first steps of a process may be slow, and are forgotten sooner.
+        keep, tie = min(self._tuning.remember, (self.seen + 1) / (self.seen + 2)), self.b / self.a
         self._uu, self._uv = keep * self._uu + u * u, keep * self._uv + u * v
         self._vv, self._vy = keep * self._vv + v * v, keep * self._vy + v * y
         self._uy = keep * self._uy + u * y

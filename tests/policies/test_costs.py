@@ -59,6 +59,13 @@ def test_what_does_not_vary_keeps_its_ratio():
     assert (line.a, line.b) == pytest.approx((4.0, 1.0))
 
 
+def test_a_slow_start_is_soon_forgotten():
+    line = Line(None, 0.1)
+    for seconds in [5.0] * 8 + [1.0] * 24:
+        line.learn(1.0, 0.0, seconds)
+    assert line.a < 1.4
+
+
 def test_one_stall_is_no_price_and_two_in_a_row_are_one():
     line = Line(None, 0.1)
     for _ in range(20):
