@@ -303,7 +303,8 @@ def look_back(
 
     Cost: a pass per token, a draft of each size of every drafter per token, and some timed passes.
     """
-    others = {name: one for name, one in method.members.items() if name != PLAIN}
+    serving = method.serving((request.rule or request.params.grammar) is not None)
+    others = {name: one for name, one in serving.items() if name != PLAIN}
     asked = {name: one for name, one in others.items() if one.drafter.traits.deterministic}
     took: dict[str, list[float]] = {}
 

@@ -167,6 +167,8 @@ def test_an_answer_of_an_engine_is_looked_back_on(engine):
     assert seen.by_step <= seen.by_passage + 1e-9
     assert set(seen.regret) == {"whole", "passages", "steps"}
     assert seen.regret["steps"] >= seen.regret["passages"] - 1e-9
+    (rules,) = (name for name in engine.method("auto").members if name.startswith("grammar"))
+    assert rules not in {one.drafter for one in seen.whole}, "it takes no part without a form"
     assert seen.passages[0].first == 2 and seen.passages[-1].last == 40
     assert min(seen.whole.values()) <= seen.plain + 1e-9
     again = engine.generate(prompt, drafter="auto", **settings)
