@@ -120,8 +120,9 @@ class AuditOptions:
 def show_report(report: Mapping[str, Any], found: Mapping[str, Moved], agreed: Agreement) -> None:
     """Print for people."""
     show.write(
-        f"{report['model']}, temperature {report['temperature']:g}: {report['prompts']} prompts x "
-        f"{report['samples']} answers of {report['max_new_tokens']} tokens at most\n"
+        f"{report['model']}, temperature {report['temperature']:g}: "
+        f"{show.count(report['prompts'], 'prompt')} x "
+        f"{show.count(report['samples'], 'answer')} of {report['max_new_tokens']} tokens at most\n"
         f"judge: rules; they agree with {agreed.same} of {agreed.answers} labelled answers, "
         f"kappa {agreed.kappa:.2f}\n\n"
     )

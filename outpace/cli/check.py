@@ -125,8 +125,8 @@ def _tell(spec: str, tally: Tally) -> None:
 
 def show_report(report: Report) -> None:
     show.write(
-        f"{report.model}, {report.dtype}, {report.device}: {report.prompts} prompts x "
-        f"{report.max_new_tokens} tokens, alone and in batches of 4\n\n"
+        f"{report.model}, {report.dtype}, {report.device}: {show.count(report.prompts, 'prompt')} x "
+        f"{show.count(report.max_new_tokens, 'token')}, alone and in batches of 4\n\n"
     )
     show.write("1 distributions  what is emitted has that of the target (enumerated)\n")
     columns = {

@@ -58,7 +58,7 @@ def read_header(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             total = path.stat().st_size
             if total < 24 or file.read(4) != b"GGUF":
-                raise ModelError(f"{path} is not a GGUF file ({total} bytes)")
+                raise ModelError(f"{path} is not a GGUF file ({total} bytes); give one, or a folder")
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _parse(path, content, total)
     except OSError as error:
