@@ -1,6 +1,7 @@
 """What all tests share: no network, no user folders, what is dear and always the same made once."""
 
 import os
+import signal
 import tempfile
 
 import pytest
@@ -77,3 +78,13 @@ def enumerated_once(laws, oracles, monkeypatch):
 
     monkeypatch.setattr(check, "check_laws", lambda: laws)
     monkeypatch.setattr(check, "check_oracle", lambda: oracles)
+
+
+@pytest.fixture
+def signals():
+    """Handled as Python does, whoever started the tests."""
+    usual = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
+    before = [(number, signal.signal(number, handler)) for number, handler in usual]
+    yield
+    for number, handler in before:
+        signal.signal(number, handler)

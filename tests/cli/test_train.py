@@ -164,6 +164,7 @@ def test_sigterm_keeps_the_last_step_and_says_how_to_go_on(outpace, prompts, dat
     checkpoint.paths(work / "draft_model")[0].unlink()  # other tests begin anew
 
 
+@pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize(
     ("more", "at"),

@@ -103,16 +103,6 @@ def test_killed_and_resumed_is_bit_for_bit_the_same(target, batches, tmp_path, k
     assert any(not torch.equal(one, weights(whole)[name]) for name, one in weights(poor).items())
 
 
-@pytest.fixture
-def signals():
-    """Handled as Python does, whoever started the tests."""
-    usual = ((signal.SIGINT, signal.default_int_handler), (signal.SIGTERM, signal.SIG_DFL))
-    before = [(number, signal.signal(number, handler)) for number, handler in usual]
-    yield
-    for number, handler in before:
-        signal.signal(number, handler)
-
-
 @pytest.mark.usefixtures("signals")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_asked_to_stop_it_keeps_the_step_and_goes_on_to_the_same_bits(target, batches, tmp_path, number):
