@@ -68,18 +68,6 @@ class Pool:
                 value = (one.kept + doubt * value) / (one.expected + doubt)
         return value
 
-    def ratios(self, what: str, levels: int, width: int) -> list[float]:
-        """``ratio`` of so many levels of trees of a width."""
-        wide, found, tally, doubt = self.ratio(what), [], self.tally, self.tuning.doubt
-        for level in range(levels):
-            value = wide
-            for kind in ((what, level), (what, level, width)):
-                one = tally.get(kind)
-                if one is not None:
-                    value = (one.kept + doubt * value) / (one.expected + doubt)
-            found.append(value)
-        return found
-
     def add(self, kept: float, expected: float, *kind: str | int) -> None:
         """Take in what was kept of such guesses."""
         for end in range(1, len(kind) + 1):
@@ -91,8 +79,8 @@ class Pool:
     def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
         """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
         each, reached, total, found = self.ratio(NODES, width), 1.0, 0.0, []
-        for level, has in enumerate(self.ratios(HAS, depth, width)):
-            reached *= has if level else 1.0
+        for level in range(depth):
+            reached *= self.ratio(HAS, level, width) if level else 1.0
             total += reached
             found.append((min(float(width), total * each), total))
         return found

@@ -106,8 +106,7 @@ class Prices:
             if own != width:
                 width, kept, whole = own, 0.0, 1.0
                 size_D = pool.sizes(width, room) if width else []
-                ratio_D = pool.ratios(KEPT, room, width)
-            whole *= min(1.0, hope * ratio_D[depth - 1])
+            whole *= min(1.0, hope * pool.ratio(KEPT, depth - 1, width))
             kept += whole
             made, levels = size_D[depth - 1] if width else (nodes, depth)
             low = min(int(made), len(row_R) - 2)
