@@ -11,8 +11,10 @@ A unit whose passes stall, or whose speed-up is impossible, is measured again, t
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 
 from outpace.bench import stats
 from outpace.bench.disturb import spinning
@@ -251,6 +253,8 @@ def make_units(
 ) -> list[Unit]:
     """Put cases of one category and seed together, at most ``batch`` of them.
 
+    Categories take turns: none pays alone for what a method learns first, and a run cut short has seen all.
+
     Args:
         cases: a case alone is a unit where ``batch`` is 1.
         batch: the last unit of a category may be smaller.
@@ -261,9 +265,15 @@ def make_units(
     for case in cases:
         key = (case.group, case.seed, batch > 1 and apart(case))
         piles.setdefault(key, []).append(case)
-    return [
+    units = [
         tuple(pile[start : start + batch]) for pile in piles.values() for start in range(0, len(pile), batch)
     ]
+    turn_of = Counter[str]()
+    turns: list[int] = []
+    for unit in units:
+        turns.append(turn_of[unit[0].group])
+        turn_of[unit[0].group] += 1
+    return [unit for _, unit in sorted(zip(turns, units, strict=True), key=itemgetter(0))]
 
 
 def first_seed(cases: Sequence[Case]) -> list[Case]:

@@ -21,19 +21,19 @@ def test_turns_rotate_unit_by_unit_after_noise_floor_and_warm_up():
     names = [(name, unit[0]) for name, unit, _ in log]
     assert names[:9] == [
         ("none", "bb"),
-        *[("none", unit) for unit in ("a", "bb", "c", "dd") for _ in range(2)],
+        *[("none", unit) for unit in ("a", "c", "bb", "dd") for _ in range(2)],
     ]
     assert log[9:12] == [(name, ("bb",), 16) for name in ("none", "one", "two")]
     assert names[12:] == [
         ("none", "a"),
         ("one", "a"),
         ("two", "a"),
-        ("one", "bb"),
-        ("two", "bb"),
-        ("none", "bb"),
+        ("one", "c"),
         ("two", "c"),
         ("none", "c"),
-        ("one", "c"),
+        ("two", "bb"),
+        ("none", "bb"),
+        ("one", "bb"),
         ("none", "dd"),
         ("one", "dd"),
         ("two", "dd"),
@@ -86,7 +86,7 @@ def test_only_wide_cells_are_repeated_and_not_for_ever():
         for name, runs in part.runs.items()
     }
     assert rounds["steady"] == {0: 2, 1: 2, 2: 2, 3: 2}
-    assert rounds["noisy"] == rounds["none"] == {0: 2, 1: 2, 2: 5, 3: 5}
+    assert rounds["noisy"] == rounds["none"] == {0: 2, 1: 5, 2: 2, 3: 5}
 
 
 def test_with_one_round_nothing_is_settled():
@@ -132,6 +132,13 @@ def test_units_hold_one_category_one_seed_and_no_loops_among_others():
         assert len({(case.group, case.seed, case.id in ("x0", "x3")) for case in unit}) == 1
     assert max(map(len, units)) == 2
     assert [len(unit) for unit in make_units(cases, 1)] == [1] * 20
+
+
+def test_categories_take_turns():
+    cases = [
+        case(f"{group}{i}", group) for group, count in (("x", 3), ("y", 1), ("z", 2)) for i in range(count)
+    ]
+    assert [unit[0].id for unit in make_units(cases, 1)] == ["x0", "y0", "z0", "x1", "z1", "x2"]
 
 
 def test_plain_texts_are_known_before_batches_are_made():
