@@ -18,7 +18,7 @@ def ruled(trees: Sequence[Growing]) -> Branching | None:
     Returns:
         None where some tree needs more than a softmax, or has more to begin with.
     """
-    plain = [tree for tree in trees if type(tree) is Dynamic and _is_plain(tree)]
+    plain = [tree for tree in trees if isinstance(tree, Dynamic) and _is_plain(tree)]
     return Branching([_rule(tree) for tree in plain]) if len(plain) == len(trees) else None
 
 
@@ -34,13 +34,14 @@ def _rule(tree: Dynamic) -> Rule:
     return Rule(
         nodes=nodes,
         levels=levels,
-        beam=min(budget.shape.beam, nodes),
+        beam=min(budget.shape.beam or MOST, nodes),
         fan=min(MOST, nodes),
         pays=tree.pays,
         least=tree.least,
         row_N=row_N,
         level_L=level_L,
         temper_L=array("d", [tree.temper(depth) for depth in range(levels)]),
+        begins=tree.begins,
     )
 
 

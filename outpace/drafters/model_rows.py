@@ -152,7 +152,8 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         if programs is None or asked is None or not isinstance(cache, DenseCache):
             return None
         feeds = self.feeds(branches)
-        if not all(programs.knows(feed.token_J) for feed in feeds):
+        begun = [rule.begins.token_P for rule in asked.rule_B if rule.begins is not None]
+        if not all(map(programs.knows, [*[feed.token_J for feed in feeds], *begun])):
             return None
         fed = PassRows(feeds, cache, self.model.num_layers)
         start = start_of(cache, branches, asked.seats, [0] * len(branches))

@@ -2,7 +2,8 @@
 
    The first level runs a program on what waits. Every further one runs another on the nodes that were
    opened, each made from what the row of its parent gave. Between two levels trees grow by the rule of
-   tree/dynamic.py for chosen guesses, with the same sums in the same order. */
+   tree/dynamic.py for chosen guesses, with the same sums in the same order. Trees may have guesses to begin
+   with, that others made: those grow by the rule of methods/hybrid/union.py. */
 
 #pragma once
 
@@ -15,6 +16,9 @@ typedef struct {
     double least;                    /* what the value of a guess has to be above */
     const double *row, *level;       /* prices, of every node and of every level */
     const double *temper;            /* what the logits of every level are divided by */
+    int64_t planted;                 /* guesses to begin with: the first candidates */
+    double *own, *said;              /* of these: the chance to be kept below the parent, by all and by the drafter */
+    double bias, text, head;         /* how the two are weighed where a token is of both */
     int64_t lead, offset;            /* rows of the slot's tail at first; position of the slot's row 0 */
     double *value;                   /* of every candidate: the chance to be reached and kept */
     int64_t *token, *parent;         /* in the end those of the nodes that stay */
@@ -47,15 +51,81 @@ static __attribute__((noinline)) double times(double a, double b) { return a * b
 
 INLINE double worth(const Tree *g, int64_t node) { return node < 0 ? 1 : g->value[node]; }
 
-static void add_candidate(Tree *g, int64_t parent, int64_t token, double value) {
-    const int64_t node = g->count++;
-    g->value[node] = value, g->token[node] = token, g->parent[node] = parent;
+static void rank_candidate(Tree *g, int64_t node) {
+    const double value = g->value[node];
     int64_t at = g->ranked;
     if (at < g->nodes) g->ranked++;
     else if (value <= g->value[g->best[--at]]) return;
     for (; at > 0 && g->value[g->best[at - 1]] < value; at--) g->best[at] = g->best[at - 1];
     g->best[at] = node;
 }
+
+static int64_t add_candidate(Tree *g, int64_t parent, int64_t token, double value) {
+    g->value[g->count] = value, g->token[g->count] = token, g->parent[g->count] = parent;
+    return g->count++;
+}
+
+/* ---- Guesses to begin with ---- */
+
+#define EACH_PLANTED(child, node)                                                                 \
+    for (int64_t child = 0; child < g->planted; child++)                                          \
+        if (g->parent[child] == node)
+
+/* union.py has the same numbers. */
+static const double UNSEEN = 0.01, SURE = 0.995;
+
+/* Chance that none of those below a node is right. */
+static double rest(const Tree *g, int64_t node) {
+    double taken = 0;
+    EACH_PLANTED(child, node) taken += g->own[child];
+    return taken < 1 ? 1 - taken : 0;
+}
+
+static double odds(double chance) {
+    chance = chance < 1 - SURE ? 1 - SURE : chance > SURE ? SURE : chance;
+    return log(chance / (1 - chance));
+}
+
+/* Give them values anew. */
+static void value_planted(Tree *g) {
+    for (int64_t i = 0; i < g->planted; i++) g->value[i] = times(g->own[i], worth(g, g->parent[i]));
+}
+
+static void rank_anew(Tree *g) {
+    g->ranked = 0;
+    for (int64_t i = 0; i < g->count; i++) rank_candidate(g, i);
+}
+
+/* Add the likeliest tokens below a node as candidates, where some are there already. */
+static void add_beside(Tree *g, int64_t node, const int64_t *token, const float *prob, int64_t count) {
+    int64_t same[count];
+    for (int64_t n = 0; n < count; n++) same[n] = 0;
+    double over = 0, mass = 0;
+    EACH_PLANTED(child, node) {
+        g->said[child] = UNSEEN;
+        for (int64_t n = 0; n < count; n++)
+            if (token[n] == g->token[child]) same[n] = 1, g->said[child] = prob[n];
+        const double known = g->bias + times(g->text, odds(g->own[child]));
+        g->own[child] = 1 / (1 + exp(-(known + times(g->head, odds(g->said[child])))));
+        over += g->own[child];
+    }
+    if (over > SURE) EACH_PLANTED(child, node) g->own[child] = times(g->own[child], SURE / over);
+    value_planted(g);
+    EACH_PLANTED(child, node) mass += g->said[child];
+    mass = 1 - mass;
+    const double scale = rest(g, node) / (mass > UNSEEN ? mass : UNSEEN);
+    for (int64_t n = 0; n < count; n++) {
+        if (token[n] < 0 || same[n]) continue;
+        const double most = 1 / (prob[n] > UNSEEN ? prob[n] : UNSEEN);
+        const double value = times(worth(g, node), times(prob[n], scale < most ? scale : most));
+        if (value > g->least || !g->count) add_candidate(g, node, token[n], value);
+    }
+}
+
+/* ---- Growth ---- */
+
+/* Chance that verification gets to a node, and has nothing below it that was there before. */
+static double promise(const Tree *g, int64_t node) { return times(g->value[node], rest(g, node)); }
 
 /* How many of the best are worth their rows. */
 static int64_t staying(const Tree *g) {
@@ -87,8 +157,18 @@ static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t dep
         if (j == i) below += g->value[fresh[i]], above += worth(g, g->parent[fresh[i]]);
     }
     const double kept = below / above;
-    for (int64_t i = 0; i < count; i++) more[i] = times(kept, g->value[fresh[i]]);
+    for (int64_t i = 0; i < count; i++) more[i] = times(kept, promise(g, fresh[i]));
     return gain(g, more, count) - gain(g, NULL, 0) > g->level[depth];
+}
+
+/* Put a node among others, likeliest first, of which there are at most so many. */
+static int64_t open_node(const Tree *g, int64_t node, int64_t *fresh, int64_t count) {
+    const double own = promise(g, node);
+    int64_t at = count;
+    for (; at > 0 && promise(g, fresh[at - 1]) < own; at--)
+        if (at < g->beam) fresh[at] = fresh[at - 1];
+    if (at < g->beam) fresh[at] = node;
+    return count < g->beam ? count + 1 : count;
 }
 
 /* Hang the likeliest tokens below the open nodes, whose logits these are, and open the next ones. */
@@ -100,14 +180,19 @@ static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
         for (int64_t n = 0; temper && n < t->width; n++) x[n] /= (float)g->temper[depth];
         outpace_rank(x, t->column, 1, t->width, fan, token + i * fan, prob + i * fan);
     }
-    for (int64_t i = 0; i < g->opens; i++)
-        for (int64_t n = i * fan; n < (i + 1) * fan && token[n] >= 0; n++) {
+    for (int64_t i = 0; i < g->opens; i++) {
+        if (g->planted) add_beside(g, g->open[i], token + i * fan, prob + i * fan, fan);
+        else for (int64_t n = i * fan; n < (i + 1) * fan && token[n] >= 0; n++) {
             const double value = times(worth(g, g->open[i]), prob[n]);
-            if (value > g->least || !g->count) add_candidate(g, g->open[i], token[n], value);
+            if (value > g->least || !g->count) rank_candidate(g, add_candidate(g, g->open[i], token[n], value));
         }
+    }
+    if (g->planted) rank_anew(g);
     const int64_t stay = staying(g);
-    for (int64_t i = 0; i < stay && count < g->beam; i++)
-        if (g->best[i] >= last && g->value[g->best[i]] > g->least) fresh[count++] = g->best[i];
+    for (int64_t i = 0; i < stay; i++)
+        if (g->best[i] >= last && g->value[g->best[i]] > g->least) count = open_node(g, g->best[i], fresh, count);
+    for (int64_t i = 0; i < g->opens; i++)
+        EACH_PLANTED(child, g->open[i]) count = open_node(g, child, fresh, count);
     g->opens = 0;
     if (depth + 1 == g->depth || !opens(g, fresh, count, depth + 1)) return;
     for (int64_t i = 0; i < count; i++) {
@@ -167,7 +252,10 @@ int64_t outpace_trees(const Trees *t) {
         Look *l = t->look + i;
         tail[i][0] = t->tree[i].lead, tail[i][1] = l->parents, tail[i][2] = l->depths;
         l->parents = l->depths = 0;
-        t->tree[i].open[0] = -1, t->tree[i].opens = 1;
+        Tree *g = t->tree + i;
+        g->open[0] = -1, g->opens = 1, g->count = g->planted;
+        value_planted(g);
+        rank_anew(g);
     }
     p->ids = t->id;
     for (int64_t outs = 0, rows = t->trees; rows; level++) {

@@ -1,7 +1,8 @@
 """Trees of guesses, all of their levels in one call of compiled code: see trees.h.
 
 `outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened, and
-a rule opens them: that of `outpace.tree.dynamic` for chosen guesses.
+a rule opens them: that of `outpace.tree.dynamic` for chosen guesses; where others guessed before, that of
+`outpace.methods.hybrid.union`.
 
 Shape letters: B sequences, N nodes, L levels, D columns of logits.
 """
@@ -25,6 +26,20 @@ from outpace.models.room import Piece
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Beginning:
+    """Guesses that a tree has before the first level, P of them: parents before children."""
+
+    token_P: Sequence[int]
+    parent_P: Sequence[int]
+    own_P: Sequence[float]
+    """Chance of each to be kept, given that its parent is."""
+    said_P: array[float]
+    """Chance that the levels gave to it; written where they got to."""
+    weight: tuple[float, float, float]
+    """A constant, and what log odds of the two chances of a guess count."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rule:
     """By what one tree grows."""
 
@@ -44,11 +59,12 @@ class Rule:
     """Price of each level."""
     temper_L: array[float]
     """What the logits of each level are divided by first."""
+    begins: Beginning | None = None
 
     @property
     def most(self) -> int:
         """Candidates that there can be."""
-        return self.fan * (1 + self.seats)
+        return self.fan * (1 + self.seats) + (0 if self.begins is None else len(self.begins.token_P))
 
     @property
     def seats(self) -> int:
@@ -100,6 +116,9 @@ class _Tree(ctypes.Structure):
         *((name, ctypes.c_int64) for name in "nodes depth beam fan pays".split()),
         ("least", ctypes.c_double),
         *((name, ctypes.c_void_p) for name in "row level temper".split()),
+        ("planted", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("own", "said")),
+        *((name, ctypes.c_double) for name in ("bias", "text", "head")),
         *((name, ctypes.c_int64) for name in "lead offset".split()),
         *((name, ctypes.c_void_p) for name in "value token parent seat out best open seated".split()),
         *((name, ctypes.c_int64) for name in "count ranked opens seats".split()),
@@ -146,6 +165,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     tell(call, level.heads, cache, level.views, level.turns, position, last)
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
+    own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
     gathered = Piece(level.bytes // 4)
@@ -172,6 +192,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         tree=ctypes.addressof(trees),
     )
     levels = code.outpace_trees(ctypes.byref(whole))
+    del own_B  # what trees read and wrote
     found = [_found(one, rule, numbers) for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
 
@@ -180,6 +201,19 @@ def _memory(rule: Rule) -> tuple[array[int], array[float]]:
     """Room for candidates: tokens, parents, seats, places, then lists of nodes; and values."""
     lists = rule.nodes + rule.beam + 3 * rule.seats
     return array("q", bytes(8 * (4 * rule.most + lists))), array("d", bytes(8 * rule.most))
+
+
+def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> array[float] | None:
+    """Put guesses into a tree; gives their chances, which must outlive the call."""
+    begins = rule.begins
+    if begins is None:
+        return None
+    count, numbers, own_P = len(begins.token_P), memory[0], array("d", begins.own_P)
+    numbers[:count] = array("q", begins.token_P)
+    numbers[rule.most : rule.most + count] = array("q", begins.parent_P)
+    one.planted, one.own, one.said = count, own_P.buffer_info()[0], begins.said_P.buffer_info()[0]
+    one.bias, one.text, one.head = begins.weight
+    return own_P
 
 
 def _found(one: _Tree, rule: Rule, numbers: array[int]) -> tuple[array[int], array[int], list[array[int]]]:

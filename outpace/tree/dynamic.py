@@ -63,6 +63,9 @@ class Dynamic:
         scale: of the drafter's levels.
     """
 
+    begins: Any = None
+    """Guesses that it has before it grows: ``outpace.models.branching.Beginning``."""
+
     def __init__(self, row: Any, scale: Scale) -> None:
         self.row, self._scale = row, scale
         self.tokens: list[int] = []

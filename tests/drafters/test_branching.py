@@ -2,6 +2,7 @@
 
 import random
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -11,12 +12,13 @@ from outpace.drafters.base import Request
 from outpace.methods.draft_model.drafter import DraftModel
 from outpace.methods.eagle3.drafter import Eagle3
 from outpace.methods.eagle3.net import EagleNet
+from outpace.methods.hybrid.union import UNSEEN, Joint, Planted, Union
 from outpace.models.products import works
 from outpace.params import SamplingParams
 from outpace.policies.confidence import Threshold
 from outpace.sampling import Warp
 from outpace.tree.growth import DraftRow
-from outpace.types import NOTHING, Budget, Drawn, Feed, Price, Shape
+from outpace.types import NOTHING, ROOT, Budget, Drawn, Feed, Price, Shape
 from tests.methods.eagle3.oracle import random_tensors, shape_for
 from tests.methods.eagle3.test_drafter import every, show, tied
 
@@ -25,7 +27,9 @@ WIDE = Budget(13, 6, shape=Shape(beam=4, least=0.05))
 pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
 
 
-def drafted(budgets, spreads, settings=None, temper=(), drawn=Drawn.CHOSEN, ties=False, texts=TEXTS):
+def drafted(
+    budgets, spreads, settings=None, temper=(), drawn=Drawn.CHOSEN, ties=False, texts=TEXTS, plants=()
+):
     """Drafts, the passes of the head, and how many proposals were one call."""
     target = tied()
     ids = every(target)
@@ -54,8 +58,9 @@ def drafted(budgets, spreads, settings=None, temper=(), drawn=Drawn.CHOSEN, ties
             KeyedCoins(3, len(text) - 1, Stream.DRAFT),
             Warp(SamplingParams(**settings or {"temperature": 0}), text, frozenset({2}), target.vocab_size),
             drawn,
+            grower=partial(Union, planted=plants[i]) if plants else None,
         )
-        for state, text, budget in zip(states, texts, budgets, strict=False)
+        for i, (state, text, budget) in enumerate(zip(states, texts, budgets, strict=False))
     ]
     drafts = [[told(one) for one in drafter.propose(rows)] for _ in range(2)]
     assert drafts[0] == drafts[1], "a draft leaves nothing behind"
@@ -150,6 +155,48 @@ def test_one_call_grows_the_same_trees(seed):
     assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
     assert ours == theirs and count == expected
     assert [len(one[0]) > 0 for one in ours] == [one.max_nodes > 0 for one in budgets]
+
+
+def planted(chance, token_N, most):
+    """Guesses that a tree begins with, some of them those of a drafter: parents before children."""
+    tokens, parents, below = [], [], set()
+    for node in range(chance.randint(0, most)):
+        token = chance.choice(token_N or [7]) if chance.random() < 0.6 else chance.randrange(160)
+        parent = chance.choice([ROOT, node - 1, chance.randrange(-1, node) if node else ROOT])
+        if (parent, token) in below:
+            break
+        below.add((parent, token))
+        tokens.append(token)
+        parents.append(parent)
+    own = [chance.choice([0.002, 0.3, 0.6, 0.99]) * chance.random() for _ in tokens]
+    joint = Joint(*(chance.uniform(-0.2, 1.2) for _ in range(3)))
+    return Planted(tuple(tokens), tuple(parents), tuple(own), joint)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_one_call_grows_the_same_trees_around_guesses_of_others(seed):
+    chance = random.Random(seed)
+    budgets = random_budgets(chance)
+    temper = ((), (0.02,), (0.05, 0.3), (1.0, 0.04, 0.7))[seed % 4]
+    found = [tokens for tokens, *_ in drafted(budgets, True, temper=temper)[0]]
+    plants = [planted(chance, tokens, one.max_nodes) for tokens, one in zip(found, budgets, strict=True)]
+    again = [replace(one) for one in plants]  # what is said of them is written there
+    ours, count, whole = drafted(budgets, True, temper=temper, plants=plants)
+    theirs, expected, none = drafted(budgets, False, temper=temper, plants=again)
+    assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
+    assert ours == theirs and count == expected
+    assert [one.said_N for one in plants] == [one.said_N for one in again]
+
+
+def test_guesses_of_others_matter_in_the_test():
+    budgets, chance = [WIDE] * 5, random.Random(1)
+    alone, *_ = drafted(budgets, True, temper=(0.3, 0.05))
+    plants = [planted(chance, tokens, 13) for tokens, *_ in alone]
+    both, *_ = drafted(budgets, True, temper=(0.3, 0.05), plants=plants)
+    kept = [set(one.token_N) & set(tokens) for one, (tokens, *_) in zip(plants, both, strict=True)]
+    assert both != alone and any(kept)
+    said = [said for one in plants for said in one.said_N]
+    assert any(said > UNSEEN for said in said) and UNSEEN in said and -1.0 in said
 
 
 def test_trees_of_the_test_differ():

@@ -206,7 +206,7 @@ class Hybrid(WrappingDrafter[_State]):
 
 def _learn(state: _State, outcome: Outcome) -> None:
     """Correct what is stated: the token that came is a draw from the target, whoever guessed it."""
-    found, emitted, said = state.found, outcome.verdict.emitted, state.planted.said
+    found, emitted, said_N = state.found, outcome.verdict.emitted, state.planted.said_N
     path = found.path_of(emitted)
     came = dict(zip((ROOT, *path), emitted, strict=False))
     own_N = found.memo.own_N if isinstance(found.memo, Chances) else ()
@@ -214,8 +214,8 @@ def _learn(state: _State, outcome: Outcome) -> None:
         if parent in came:
             right = found.token_N[node] == came[parent]
             state.table.learn(own, right)
-            if node in said:
-                state.joint.learn(state.table.chance(own), said[node], right)
+            if node < len(said_N) and said_N[node] >= 0.0:
+                state.joint.learn(state.table.chance(own), said_N[node], right)
     if state.asked and not path and not outcome.verdict.censored:
         state.kept += RATE * (len(outcome.verdict.kept) - state.kept)
 

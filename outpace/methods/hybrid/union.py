@@ -26,13 +26,17 @@ Law: tests/methods/hybrid/test_law.py
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property, reduce
+from operator import add
 from typing import Any
 
 from torch import Tensor
 
 from outpace.drafters.worth import reached
+from outpace.models.branching import Beginning
 from outpace.tree.dynamic import MOST, Dynamic, Paths, Scale
 from outpace.types import Draft, Drawn, Group, Law
 
@@ -65,7 +69,7 @@ class Joint:
         self.head += wrong * _odds(head) / 4
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Planted:
     """Guesses that are there before the head is asked: parents before children."""
 
@@ -74,8 +78,11 @@ class Planted:
     own_N: tuple[float, ...] = ()
     """Chance that each is kept if its parent is."""
     joint: Joint = field(default_factory=Joint)
-    said: dict[int, float] = field(default_factory=dict)
-    """Node -> chance that the head gave to its token; filled while the tree grows."""
+
+    @cached_property
+    def said_N(self) -> array[float]:
+        """Chance that the head gave to each; below 0 until the tree grows there."""
+        return array("d", [-1.0] * len(self.token_N))
 
     @property
     def value_N(self) -> list[float]:
@@ -83,7 +90,9 @@ class Planted:
         return reached(self.own_N, self.parent_N)
 
     def first(self, count: int) -> Planted:
-        return Planted(self.token_N[:count], self.parent_N[:count], self.own_N[:count], self.joint, self.said)
+        if count >= len(self.token_N):
+            return self
+        return Planted(self.token_N[:count], self.parent_N[:count], self.own_N[:count], self.joint)
 
 
 class Union(Dynamic):
@@ -97,15 +106,23 @@ class Union(Dynamic):
     def __init__(self, row: Any, scale: Scale, planted: Planted) -> None:
         super().__init__(row, scale)
         self.pays = True
-        self._planted = planted.first(row.budget.max_nodes)
-        self._own: list[float] = []
+        assert len(planted.token_N) <= row.budget.max_nodes
+        self._planted, self._own = planted, list(planted.own_N)
         self._below_N: dict[int, list[int]] = {}
         for node, (token, parent, own) in enumerate(
-            zip(self._planted.token_N, self._planted.parent_N, self._planted.own_N, strict=True)
+            zip(planted.token_N, planted.parent_N, self._own, strict=True)
         ):
             self._add(parent, token, own, own * self._worth(parent))
-            self._own.append(own)
             self._below_N.setdefault(parent, []).append(node)
+
+        weight = planted.joint.bias, planted.joint.text, planted.joint.head
+        self.begins = Beginning(
+            token_P=planted.token_N,
+            parent_P=planted.parent_N,
+            own_P=planted.own_N,
+            said_P=planted.said_N,
+            weight=weight,
+        )
 
     def finish(self) -> tuple[Draft, list[int] | None]:
         if self.chosen:
@@ -123,7 +140,7 @@ class Union(Dynamic):
 
     def _rest(self, node: int) -> float:
         """Chance that none of the text's children of a node is right."""
-        return max(0.0, 1.0 - sum(self._own[child] for child in self._below_N.get(node, ())))
+        return max(0.0, 1.0 - reduce(add, [self._own[child] for child in self._below_N.get(node, ())], 0.0))
 
     def _left(self, node: int, law: Law) -> Law | None:
         taken = [self.tokens[child] for child in self._below_N.get(node, ())]
@@ -141,19 +158,20 @@ class Union(Dynamic):
             there = self._below_N.get(node, [])
             for child in there:
                 head = said.pop(self.tokens[child], UNSEEN)
-                self._planted.said[child] = head
+                self._planted.said_N[child] = head
                 self._own[child] = self._planted.joint.chance(self._own[child], head)
-            over = sum(self._own[child] for child in there)
+            over = reduce(add, [self._own[child] for child in there], 0.0)
             if over > SURE:
                 for child in there:
                     self._own[child] *= SURE / over
             self._revalue()
             # What the head gives to other tokens, as shares of the chance that the text is wrong.
-            mass = 1.0 - sum(self._planted.said[child] for child in there)
+            mass = 1.0 - reduce(add, [self._planted.said_N[child] for child in there], 0.0)
             scale = self._rest(node) / max(mass, UNSEEN)
             for token, prob in said.items():
-                own = prob * min(scale, 1.0 / max(prob, UNSEEN))
-                fresh.append(self._add(node, token, prob, self._worth(node) * own))
+                value = self._worth(node) * (prob * min(scale, 1.0 / max(prob, UNSEEN)))
+                if value > self.least or not self.tokens:
+                    fresh.append(self._add(node, token, prob, value))
         return fresh
 
     def _revalue(self) -> None:

@@ -66,7 +66,7 @@ def test_one_token_is_one_node_whoever_says_it():
     hybrid = Hybrid(Sure(0.5), TableDrafter(world(2, 0.8)))
     state, draft = asked(hybrid)
     roots = [draft.token_N[n] for n, parent in enumerate(draft.parent_N) if parent == ROOT]
-    assert roots.count(2) == 1 and state.planted.said[0] == pytest.approx(0.8, abs=1e-3)
+    assert roots.count(2) == 1 and state.planted.said_N[0] == pytest.approx(0.8, abs=1e-3)
     assert Joint().chance(0.5, 0.8) > 0.5 > Joint().chance(0.5, 0.1)
 
 
