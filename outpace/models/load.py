@@ -20,7 +20,6 @@ from outpace.models.onednn import packing_works
 from outpace.models.seq2seq.config import is_seq2seq
 from outpace.models.weights import Checkpoint
 from outpace.models.zoo import OTHERS, open_checkpoint
-from outpace.types import Feed
 
 T = TypeVar("T")
 
@@ -271,6 +270,7 @@ def _in_memory(
     tokenizer: Any,
     quantize: str | None,
 ) -> Target:
+    from outpace.models.hf.compare import apart
     from outpace.models.hf.config import generation_defaults, said_name, wrap_tokenizer
     from outpace.models.hf.target import HFTarget
     from outpace.models.memory import MemoryCheckpoint
@@ -291,31 +291,15 @@ def _in_memory(
         defaults=defaults,
     )
     target = _own(checkpoint, dtype or model.dtype, device or model.device, quantize)
-    if quantize is None:
-        _compare(model, target)
-    return target
-
-
-def _compare(model: Any, target: Target) -> None:
-    """Refuse a model that says something else than its weights do. Cost: a pass of each over a few tokens."""
-    ids = [(7 * i + 3) % target.vocab_size for i in range(7)]
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        with torch.no_grad():
-            said_TV = model(input_ids=torch.tensor([ids], device=model.device)).logits[0].float()
-    finally:
-        for module in training:
-            module.training = True
-    cache = target.new_cache()
-    ours_TV = target.score([Feed.chain(cache.open(), ids)], cache).logits_TV.to(said_TV.device)
-    off = float((ours_TV - said_TV).abs().mean() / said_TV.std())
-    rounding = 0.1 if 2 in (model.dtype.itemsize, target.dtype.itemsize) else 1e-3  # measured: 0.012 and 5e-7
-    if off > rounding:
+    if quantize is not None:
+        return target
+    wrong, rounding = apart(model, target)
+    if not wrong <= rounding:
         raise ModelError(
-            f"{target.name} says something else than its weights do (logits are off by {off:.2g} of their "
+            f"{target.name} says something else than its weights do (logits are off by {wrong:.2g} of their "
             "deviation): it has hooks or modules of its own, which backend='own' does not run; leave that out"
         )
+    return target
 
 
 def _as_asked(

@@ -26,6 +26,7 @@ from outpace.errors import ModelError, RequestError, UnknownNameError
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.gguf.model import GGUFCheckpoint
+from outpace.models.hf.compare import apart
 from outpace.models.load import load_target
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.tiny import tiny
@@ -219,7 +220,7 @@ def rope(kind, **more):
 def test_every_family_has_a_twin(family, changes):
     target = own(family, **changes)
     twin = hf_peer.transformers_twin(target)
-    assert hf_peer._difference(twin, target) < 1e-4
+    assert apart(twin, target)[0] < 1e-4
     assert twin.generation_config.eos_token_id is None
 
 
@@ -231,7 +232,7 @@ def test_gemma_norms_as_gguf_files_store_them():
         for name in config.tensor_shapes()
     }
     target = Decoder.load(MemoryCheckpoint(config, tensors, name="g"), dtype=torch.float32)
-    assert hf_peer._difference(hf_peer.transformers_twin(target), target) < 1e-4
+    assert apart(hf_peer.transformers_twin(target), target)[0] < 1e-4
 
 
 def test_divisors_of_gguf_files_reach_the_twin():
@@ -240,7 +241,7 @@ def test_divisors_of_gguf_files_reach_the_twin():
     config = replace(whole.config, ropes=(turned,))
     tensors = {name: whole.checkpoint.tensor(name) for name in config.tensor_shapes()}
     target = Decoder.load(MemoryCheckpoint(config, tensors, name="d"), dtype=torch.float32)
-    assert hf_peer._difference(hf_peer.transformers_twin(target), target) < 1e-4
+    assert apart(hf_peer.transformers_twin(target), target)[0] < 1e-4
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,7 @@ def test_the_twin_of_a_quantized_target_has_the_weights_before_rounding():
     target = whole.quantized("int8")
     peer = make_peer("hf", target, note=pytest.fail)
     assert peer.about["weights"] == "not rounded to int8, as ours are"
-    assert hf_peer._difference(peer.model, whole) < 1e-4 < hf_peer._difference(peer.model, target)
+    assert apart(peer.model, whole)[0] < 1e-4 < apart(peer.model, target)[0]
 
 
 def test_the_twin_has_the_dtype_asked_for():

@@ -91,7 +91,7 @@ def test_a_model_in_memory_keeps_its_own_dtype_and_may_become_ours(llama):
 def test_a_model_in_memory_that_does_more_than_its_weights_say_does_not_become_ours(llama):
     model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
     model.model.layers[0].mlp.train()
-    steered = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 1.2 * out)
+    steered = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 1.01 * out)
     with pytest.raises(ModelError, match="hooks or modules of its own, which backend='own' does not run"):
         load_target(model, backend="own")
     steered.remove()

@@ -3,8 +3,6 @@
 Quantized weights are expanded and given to the model class of transformers that computes the
 same: its own GGUF loader would keep them quantized and compute in float32, which is slower in
 bfloat16 and so no fair opponent. That it computes the same is tried, not believed.
-
-Shape letters: T rows, V vocabulary.
 """
 
 from __future__ import annotations
@@ -20,19 +18,15 @@ from outpace.models.base import Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
 from outpace.models.fields import brief
+from outpace.models.hf.compare import apart
 from outpace.models.hf.target import HFTarget
 from outpace.models.rope import Rope
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
-from outpace.types import Feed
 
-_PROBE = 48  # tokens: enough for another rotary table to show
-_ROUNDING = {4: 1e-3, 2: 0.1}
-"""Bytes of the smaller dtype -> mean difference of logits that rounding may cause, in standard
-deviations of a logit. Measured on a model of 30 layers in bfloat16: 0.04, with a tenth of the
-rotary base 0.31; smaller mistakes show in float32 only."""
 _QUANTIZED = 0.5
-"""The same where the target's own weights are rounded to a few bits, and the twin's are not."""
+"""Mean difference of logits where the target's own weights are rounded to a few bits, and the twin's are
+not, in standard deviations of a logit."""
 _CLASSES = {
     "llama": "Llama",
     "mistral": "Mistral",
@@ -63,7 +57,7 @@ def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
     if not isinstance(target, Decoder):
         raise ModelError(f"{target.name} ({type(target).__name__}) has no twin in transformers")
     model = _from_checkpoint(target.checkpoint, dtype).to(target.device)
-    off, most = _difference(model, target), _ROUNDING[min(dtype.itemsize, target.dtype.itemsize)]
+    off, most = apart(model, target)
     if target.quantize is not None:
         most = _QUANTIZED
     if not off <= most:
@@ -211,16 +205,3 @@ def _rope(rope: Rope) -> dict[str, Any]:
             if getattr(rope, key) is not None:
                 out[key] = getattr(rope, key)
     return out
-
-
-def _difference(model: Any, target: Target) -> float:
-    """Mean difference of the logits after some tokens, in standard deviations of a logit."""
-    count = min(_PROBE, target.max_positions)
-    ids = [(101 * i + i * i) % target.vocab_size for i in range(count)]
-    want = tuple(range(count // 2, count))
-    cache = target.new_cache()
-    wanted_TV = target.score([Feed.chain(cache.open(), ids, want)], cache).logits_TV.float()
-    with torch.no_grad():
-        out = model(input_ids=torch.tensor([ids], device=model.device), use_cache=False)
-    got_TV = out.logits[0, want[0] :].float()
-    return float((got_TV - wanted_TV).abs().mean() / wanted_TV.std())
