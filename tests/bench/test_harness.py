@@ -2,6 +2,9 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
 
 import huggingface_hub
 import pytest
@@ -133,14 +136,32 @@ def test_answers_are_compared_as_what_they_are():
 
 
 def test_without_the_harness_the_command_says_what_to_install(monkeypatch, capsys):
-    import sys
-
     from outpace.cli.main import main
 
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     for model in ("tiny", "./nosuch"):  # before the model is loaded
         assert main(["eval", "--model", model]) == 2
         assert "pip install 'outpace[eval]'" in capsys.readouterr().err
+
+
+def test_programs_that_the_harness_starts_are_not_heard(monkeypatch, capfd):
+    from outpace.bench.harness import scores
+
+    def simple_evaluate(**settings):
+        subprocess.run([sys.executable, "-c", "import sys; print('fatal', file=sys.stderr)"], check=True)
+
+    class TaskManager:
+        def __init__(self, include_path):
+            self.all_tasks = ["a"]
+
+    monkeypatch.setattr(scores, "harness", lambda: (simple_evaluate, TaskManager))
+    monkeypatch.setattr(scores, "language_model", lambda scorer: None)
+    engine = Engine.load("tiny", drafter="none")
+    with pytest.raises(RequestError, match="no task gave a sample"):
+        scores.evaluate(engine, [], ["a"])
+    assert capfd.readouterr().err == ""
+    os.write(2, b"heard again")
+    assert capfd.readouterr().err == "heard again"
 
 
 @pytest.fixture

@@ -9,8 +9,9 @@ import contextlib
 import io
 import logging
 import math
+import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from outpace.models.measured import dtype_name
 PLAIN = "none"
 CLOSE = 1e-4
 """Log-likelihoods that are farther apart count as different."""
+_STDERR = 2  # where other programs write, whatever sys.stderr is
 
 
 def harness() -> tuple[Any, Any]:
@@ -87,7 +89,7 @@ def evaluate(
         start = time.perf_counter()
         try:
             # Its bars and warnings would stand between ours; what goes wrong is raised.
-            with contextlib.redirect_stderr(io.StringIO()):
+            with contextlib.redirect_stderr(io.StringIO()), _without_stderr():
                 done = simple_evaluate(
                     model=language_model(scorer),
                     tasks=[dict(one) if isinstance(one, dict) else one for one in tasks],
@@ -122,6 +124,24 @@ def evaluate(
         "runs": list(runs.values()),
         "tasks": [compared(name, found) for name in found[PLAIN]["samples"]],
     }
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Drop what programs write that the harness starts: outside a checkout, git complains."""
+    try:
+        kept = os.dup(_STDERR)
+    except OSError:  # it is closed
+        yield
+        return
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, _STDERR)
+        yield
+    finally:
+        os.dup2(kept, _STDERR)
+        os.close(kept)
+        os.close(nowhere)
 
 
 def compared(name: str, found: dict[str, Any]) -> dict[str, Any]:
