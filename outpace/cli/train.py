@@ -337,7 +337,8 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
         return
     show.write(
         f"{pipeline.options.method} for {pipeline.target.name}, roughly; nothing was started\n"
-        f"tokens   {found.answer_tokens} of answers, {found.tokens} with {found.answers} prompts\n"
+        f"tokens   {found.answer_tokens} in {show.count(found.answers, 'answer')}, "
+        f"{found.tokens} with their prompts\n"
         f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
         f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "

@@ -55,7 +55,15 @@ def test_a_dry_run_says_what_it_would_take(outpace, prompts, data_folder):
     assert found["seconds"] > 0 and found["memory_bytes"] > 0
     assert found["out"].startswith(str(data_folder / "drafters"))
     plain = train(outpace, "--prompts", prompts, "--tokens", "1500", "--dry-run")
-    for word in ("tokens   1500", "disk ", "memory ", "time ", "nothing was started"):
+    for word in (
+        "tokens   1500 in ",
+        " answers, ",
+        "with their prompts",
+        "disk ",
+        "memory ",
+        "time ",
+        "nothing was started",
+    ):
         assert word in plain.out
 
 
