@@ -15,7 +15,7 @@ from typing import Any
 from outpace import registry
 from outpace.analysis.recording import Text
 from outpace.analysis.replay import Device, Replay, best_choice, whole
-from outpace.analysis.scenarios import scenarios
+from outpace.analysis.scenarios import Scenario, scenarios
 from outpace.engine.engine import Engine
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.policies.base import Policy
@@ -66,6 +66,15 @@ def told(policy: Policy, text: Text) -> Policy:
     return policy
 
 
+def count(texts: Sequence[Text], only: str = "") -> int:
+    """How many scenarios ``judge`` replays."""
+    return len(_chosen(texts, only))
+
+
+def _chosen(texts: Sequence[Text], only: str) -> list[Scenario]:
+    return [one for one in scenarios(texts) if only in one.name]
+
+
 def judge(
     texts: Sequence[Text],
     policies: Mapping[str, Callable[[], Policy]],
@@ -87,9 +96,7 @@ def judge(
     """
     found = []
     others = [{one.name: one for one in scenarios(texts, order)} for order in range(1, orders)]
-    for first in scenarios(texts):
-        if only not in first.name:
-            continue
+    for first in _chosen(texts, only):
         tick(first.name, 0)
         rule, best, plain = best_choice(first.device, first.walks, first.batch, first.until)
         rates = {}

@@ -96,7 +96,7 @@ def policy(
     same = [text for text in found if text.name in ids]
     if measure and not same:
         raise RequestError("no prompt of the workload was recorded; give the --workload and --limit of then")
-    with show.progress(0, "scenarios") as tick:
+    with show.progress(judge.count(found, only), "scenarios") as tick:
         rows = judge.judge(found, judged, only, orders, tick)
     parts = ablation.worth(rows) if ablate else []
     report: dict[str, Any] = {"texts": len(found), "scenarios": [row.to_json() for row in rows]}

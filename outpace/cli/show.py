@@ -140,23 +140,25 @@ def busy(what: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(total: int, unit: str) -> Iterator[Callable[[str, int], None]]:
-    """Show how far long work has come: a bar on a terminal, a line per part elsewhere.
+    """Show how far long work has come: a bar on a terminal, a line per part and at the end elsewhere.
 
     Yields:
         A function to call with the name of the part under way and how many units were done
         since the last call.
     """
     if not sys.stderr.isatty():
-        last, done = "", 0
+        last, done, told = "", 0, 0
 
         def tell(part: str, step: int) -> None:
-            nonlocal last, done
+            nonlocal last, done, told
             done += step
             if part != last:
                 note(f"{done}/{total} {unit}: {part}")
-                last = part
+                last, told = part, done
 
         yield tell
+        if done > told:
+            note(f"{done}/{total} {unit}")
         return
     from rich.console import Console
     from rich.progress import (

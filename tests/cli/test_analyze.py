@@ -153,6 +153,8 @@ def test_a_disk_that_is_full_by_then_costs_the_recording_alone(outpace, tmp_path
         disk.setattr("outpace.analysis.recording.write_whole", full)
         ran = outpace(*given, "--texts", str(tmp_path / "t.gz"), "--out", str(tmp_path / "out"))
     assert ran.code == 2 and ran.err.count("t.gz: No space left") == 1
+    count = len(json.loads(ran.out)["scenarios"])
+    assert count > 1 and f"0/{count} scenarios: cpu" in ran.err and f"{count}/{count} scenarios" in ran.err
     assert json.loads(ran.out) == json.loads((tmp_path / "out" / "policy.json").read_text())
     again = outpace(*given, "--texts", str(tmp_path / "t.gz"))
     assert again.code == 0 and json.loads(again.out).keys() == json.loads(ran.out).keys()

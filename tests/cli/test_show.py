@@ -19,7 +19,7 @@ def test_progress_is_lines_in_a_file(capsys):
         for part, step in (("a", 0), ("a", 1), ("a", 1), ("b", 0), ("b", 2)):
             tick(part, step)
     out, err = capsys.readouterr()
-    assert out == "" and err == "0/4 answers: a\n2/4 answers: b\n"
+    assert out == "" and err == "0/4 answers: a\n2/4 answers: b\n4/4 answers\n"
 
 
 def test_progress_is_a_bar_on_a_terminal(terminal, capsys):
