@@ -181,7 +181,7 @@ def show_vocabularies(found: Sequence[Vocabulary]) -> None:
         for one in found:
             count, share = one.scripts.get(script, 0), 100 * one.scripts.get(script, 0) / worded(one.kinds)
             cells.append(f"{count} ({share:.1f} %); {one.letters.get(script, 0)} of {every}")
-        table.append((script.capitalize(), *cells))
+        table.append((script if script == "CJK" else script.capitalize(), *cells))
     if len(order) > _SCRIPTS:
         table.append((f"({len(order) - _SCRIPTS} more; --json has all)", *[""] * len(found)))
     show.table(("", *names), table, numbers=names)

@@ -6,7 +6,16 @@ import pytest
 
 from outpace import Engine, RequestError
 from outpace.analysis.tokens.languages import SAMPLE, by_language, read_texts
-from outpace.analysis.tokens.vocabulary import KINDS, assigned, kind_of, look_into, read_tokenizer, script_of
+from outpace.analysis.tokens.vocabulary import (
+    KINDS,
+    Vocabulary,
+    assigned,
+    kind_of,
+    look_into,
+    read_tokenizer,
+    script_of,
+)
+from outpace.cli.analyze_tokenizers import show_vocabularies
 from outpace.methods.cross_vocabulary import pair
 from outpace.methods.cross_vocabulary.pair import Answer, Kept, expected, overlap, predict
 from outpace.models.load import load_target
@@ -172,6 +181,14 @@ def test_predicted_is_measured_for_a_stranger(engine, way, stranger):
     )
     assert said.emitted == pytest.approx(real.emitted, rel=0.1)
     assert said.first == pytest.approx(real.first, abs=0.1)
+
+
+def test_an_abbreviation_keeps_its_capitals(capsys):
+    kinds, scripts = dict.fromkeys(KINDS, 1), {"LATIN": 2, "CJK": 1}
+    one = Vocabulary(name="a", size=3, kinds=kinds, scripts=scripts, letters={}, bytes=0, control=())
+    show_vocabularies([one])
+    told = capsys.readouterr().out
+    assert "CJK" in told and "Latin" in told
 
 
 def test_the_command_prints_draws_and_measures(tmp_path, capsys, stranger):
