@@ -35,6 +35,7 @@ from outpace.cli import (
     show,
     train,
     tune,
+    usage,
 )
 from outpace.cli.options import add
 from outpace.errors import OutpaceError, shorten
@@ -157,16 +158,7 @@ def _run(arguments: list[str]) -> int:
     except typer.Exit as done:
         return done.exit_code
     except _UsageError as error:
-        return _fail(_usage(error))
-
-
-def _usage(error: Any) -> str:
-    """A usage error in one line, with the command whose help to read."""
-    message = error.format_message().strip()
-    message = message[:1].lower() + message[1:].rstrip(".")
-    path = error.ctx.command_path if error.ctx is not None else "outpace"
-    end = "" if message.endswith("?") else ";"
-    return f"{message}{end} see {path} --help"
+        return _fail(usage.line(error, command, arguments))
 
 
 def _fail(message: str) -> int:
