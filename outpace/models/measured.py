@@ -25,6 +25,7 @@ from outpace.config import cache_folder
 from outpace.files import parse_json, write_whole
 from outpace.kernels.compiled import library
 from outpace.models.base import Target
+from outpace.models.lock import Lock
 
 T = TypeVar("T")
 _FORMAT = 2  # of the files; other ones are measured anew
@@ -55,15 +56,11 @@ def store(
 
 def change(kind: str, target: Target, made: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """Keep what is made of what is kept of a kind; processes do so one after another."""
+    folder = _file(_key(kind, target, ""), target).parent
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(ImportError, OSError):  # a folder, a system or a disk without locks
-            import fcntl
-
-            folder = _file(_key(kind, target, ""), target).parent
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = os.open(folder, os.O_RDONLY)
-            stack.callback(os.close, lock)
-            fcntl.flock(lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a folder that cannot be written
+            lock = Lock(folder, "measurements change", wait=str, clean=False)
+            stack.callback(lock.release)
         store(kind, target, "", made(kept(kind, target, "", dict) or {}))
 
 

@@ -36,6 +36,7 @@ from outpace.engine.engine import Engine
 from outpace.errors import RequestError
 from outpace.files import expanded, parse_json, write_whole
 from outpace.models.fields import read_json
+from outpace.models.lock import alone, remove_parts
 from outpace.models.prompts import evenly
 from outpace.train import checkpoint
 from outpace.train.batches import Batches, Features, Split
@@ -44,7 +45,6 @@ from outpace.train.distributed import check_device
 from outpace.train.features import FeatureStore
 from outpace.train.generate import check_chat, generate_answers
 from outpace.train.install import check_destination, install_folder
-from outpace.train.lock import alone, remove_parts
 from outpace.train.loop import Progress, Trained, train
 from outpace.train.options import Options
 from outpace.train.plan import check_plan, write_plan

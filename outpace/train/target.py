@@ -33,9 +33,9 @@ from outpace.errors import OutpaceError, SpecError
 from outpace.files import replaced, write_whole
 from outpace.models.fields import brief
 from outpace.models.load import load_target
+from outpace.models.lock import alone
 from outpace.train import checkpoint
 from outpace.train.batches import Batch
-from outpace.train.lock import alone
 from outpace.train.loop import LoopConfig, Progress, train
 from outpace.train.options import read_pairs
 from outpace.train.pipeline import command

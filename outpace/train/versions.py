@@ -21,7 +21,7 @@ from outpace.drafters.trained import CONFIG, WEIGHTS
 from outpace.errors import ModelError, shown
 from outpace.files import parse_json, write_whole
 from outpace.models.fields import brief
-from outpace.train.lock import remove_parts
+from outpace.models.lock import remove_parts
 
 FORMAT = 1
 MANIFEST = "manifest.json"

@@ -331,13 +331,16 @@ def test_what_is_kept_changes_one_process_after_another(engine):
         for _ in range(20):
             measured.change("counts", engine.target, lambda found: {"n": found.get("n", 0) + 1})
 
-    measured.store("counts", engine.target, "", {})
+    kept = measured.store("counts", engine.target, "", {})
+    part = kept.with_name(".profile.json.7-ab.part")
+    part.touch()
     threads = [threading.Thread(target=count) for _ in range(4)]
     for one in threads:
         one.start()
     for one in threads:
         one.join()
     assert measured.kept("counts", engine.target, "", dict) == {"n": 80}
+    assert part.exists(), "another process may be writing it"
 
 
 def test_files_are_read_once_and_only_by_those_who_need_them(engine, monkeypatch):

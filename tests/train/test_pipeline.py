@@ -12,10 +12,10 @@ from safetensors.torch import save_file
 
 from outpace import Engine, ModelError, OutpaceError, RequestError, SpecError, UnknownNameError
 from outpace.drafters.trained import read_measured, read_tensors
+from outpace.models.lock import Lock
 from outpace.train import checkpoint
 from outpace.train.corpus import CorpusPrompt
 from outpace.train.estimate import estimate
-from outpace.train.lock import Lock
 from outpace.train.options import read_options
 from outpace.train.pipeline import Pipeline, made_to_json, note_measured
 

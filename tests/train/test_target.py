@@ -16,8 +16,8 @@ from outpace.methods.layer_skip.drafter import LayerSkip, LayerSkipConfig
 from outpace.methods.layer_skip.skip_sets import SkipSet
 from outpace.methods.s2d.objective import S2dTraining
 from outpace.models.load import load_target
+from outpace.models.lock import alone
 from outpace.train import checkpoint
-from outpace.train.lock import alone
 from outpace.train.loop import LoopConfig
 from outpace.train.target import Texts, Windows, make, read_settings
 from outpace.train.target_net import ExitModel, Recipe

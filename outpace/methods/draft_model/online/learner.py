@@ -42,7 +42,7 @@ from outpace.methods.draft_model.online.inbox import Inbox
 from outpace.methods.draft_model.online.net import Desk
 from outpace.methods.draft_model.online.topics import TOPICS, Router, read_topics, write_topics
 from outpace.models.base import Target
-from outpace.train.lock import Lock
+from outpace.models.lock import Lock
 from outpace.train.memory import keep_freed_memory
 from outpace.train.versions import BASE, Versions, digest_of
 from outpace.types import ROOT, Outcome

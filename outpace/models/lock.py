@@ -15,19 +15,22 @@ LOCK = "lock"
 
 
 class Lock:
-    """Keeps a folder for one process; one that dies gives it up. Removes parts of files there.
+    """Keeps a folder for one process; one that dies gives it up.
 
     Args:
         folder: made if it is not there, for its owner alone.
         busy: what to say where another process has it.
         wait: told so, and then the other one is waited for; without it, ``busy`` is an error.
+        clean: remove parts of files there, unless others write there without a lock.
 
     Raises:
         ModelError: ``busy``.
         OSError: it cannot be written.
     """
 
-    def __init__(self, folder: Path, busy: str, wait: Callable[[str], None] | None = None) -> None:
+    def __init__(
+        self, folder: Path, busy: str, wait: Callable[[str], object] | None = None, clean: bool = True
+    ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o600)
         self.release = weakref.finalize(self, os.close, file)
@@ -45,7 +48,8 @@ class Lock:
                 fcntl.flock(file, fcntl.LOCK_EX)
             except OSError:  # a disk of a network without such locks
                 return
-            remove_parts(folder)
+            if clean:
+                remove_parts(folder)
 
 
 @contextlib.contextmanager
