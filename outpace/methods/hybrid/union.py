@@ -100,14 +100,15 @@ class Union(Dynamic):
 
     Args:
         row: as the head was asked.
-        planted: no more of them than the budget has nodes.
+        planted: of which the first stay, as many as the budget has nodes: a head may want none at all.
     """
 
     def __init__(self, row: Any, scale: Scale, planted: Planted) -> None:
         super().__init__(row, scale)
         self.pays = True
-        assert len(planted.token_N) <= row.budget.max_nodes
-        self._planted, self._own = planted, list(planted.own_N)
+        self._said_N = planted.said_N
+        planted = planted.first(row.budget.max_nodes)
+        self._joint, self._own = planted.joint, list(planted.own_N)
         self._below_N: dict[int, list[int]] = {}
         for node, (token, parent, own) in enumerate(
             zip(planted.token_N, planted.parent_N, self._own, strict=True)
@@ -120,7 +121,7 @@ class Union(Dynamic):
             token_P=planted.token_N,
             parent_P=planted.parent_N,
             own_P=planted.own_N,
-            said_P=planted.said_N,
+            said_P=self._said_N,
             weight=weight,
         )
 
@@ -158,15 +159,15 @@ class Union(Dynamic):
             there = self._below_N.get(node, [])
             for child in there:
                 head = said.pop(self.tokens[child], UNSEEN)
-                self._planted.said_N[child] = head
-                self._own[child] = self._planted.joint.chance(self._own[child], head)
+                self._said_N[child] = head
+                self._own[child] = self._joint.chance(self._own[child], head)
             over = reduce(add, [self._own[child] for child in there], 0.0)
             if over > SURE:
                 for child in there:
                     self._own[child] *= SURE / over
             self._revalue()
             # What the head gives to other tokens, as shares of the chance that the text is wrong.
-            mass = 1.0 - reduce(add, [self._planted.said_N[child] for child in there], 0.0)
+            mass = 1.0 - reduce(add, [self._said_N[child] for child in there], 0.0)
             scale = self._rest(node) / max(mass, UNSEEN)
             for token, prob in said.items():
                 value = self._worth(node) * (prob * min(scale, 1.0 / max(prob, UNSEEN)))

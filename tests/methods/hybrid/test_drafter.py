@@ -1,5 +1,7 @@
 """Hybrid: who is asked, what is learned, one node for one token, and what is refused."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -75,6 +77,17 @@ def test_a_head_below_the_text_is_reached_through_it():
     _, draft = asked(hybrid)
     paths = {draft.path_tokens(n) for n in range(len(draft))}
     assert paths >= {(0,), (0, 0), (2,), (2, 0)}
+
+
+@pytest.mark.parametrize("nodes", [0, 1, 2])
+def test_a_head_may_take_fewer_nodes_than_the_text_has(nodes):
+    class Small(TableDrafter):
+        def propose(self, rows):
+            return super().propose([replace(row, budget=Budget(nodes, nodes)) for row in rows])
+
+    state, draft = asked(Hybrid(Sure(0.5, 0.5, 0.5), Small(world(2, 0.8))))
+    assert state.asked and draft.token_N == (2,) * (nodes or 3)
+    assert (state.planted.said_N[0] > 0.0) is (nodes > 0), "what the head said is learned from"
 
 
 def test_where_chains_alone_are_checked_one_of_them_drafts():
