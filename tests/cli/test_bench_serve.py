@@ -137,6 +137,28 @@ def test_a_text_that_differs_is_counted_with_its_place(outpace, url, workload, m
     assert found["index"] == 5 and found["logit_gap"] > 0 and plain["texts"]["different"] == 0
 
 
+def test_a_server_that_is_gone_at_the_end_costs_no_rounds(outpace, url, workload, monkeypatch):
+    ask, post = Server.ask, Server.post
+
+    async def lying(self, path, body, prompt):
+        reply = await ask(self, path, body, prompt)
+        if body["speculation"]["drafter"] == "prompt_lookup":
+            reply.tokens[5] += 1
+        return reply
+
+    async def gone(self, path, body):
+        if path == "/v1/completions":
+            raise OutpaceError("no answer")
+        return await post(self, path, body)
+
+    monkeypatch.setattr(Server, "ask", lying)
+    monkeypatch.setattr(Server, "post", gone)
+    ran = load(outpace, url, workload, "-c", "2", "--check-texts", "--json")
+    report = json.loads(ran.out)
+    assert ran.code == 0 and report["loads"][0]["texts"]["different"] == 8
+    assert "not all differences of texts were looked into: no answer" in report["notes"]
+
+
 def test_requests_of_all_kinds_at_once(outpace, url, workload):
     """Drafters and lengths differ from request to request; a shorter text is a beginning."""
     ran = load(outpace, url, workload, "-c", "3", "-n", "16", "--mixed", "--check-texts", "--json")
