@@ -118,8 +118,8 @@ def tokenizer_of(target: Target, what: str) -> Tokenizer:
     """The target's tokenizer; RequestError, saying what needs it, if there is none."""
     if target.tokenizer is None:
         raise RequestError(
-            f"{what} needs a tokenizer, and {target.name} has none; "
-            "give token ids, or Engine.load(..., tokenizer=...)"
+            f"{what} needs a tokenizer, and {target.name} has none; put its tokenizer.json into the "
+            "model's folder; Python also takes token ids, and Engine.load(..., tokenizer=...)"
         )
     return target.tokenizer
 
