@@ -240,11 +240,15 @@ class Dynamic:
         most = min(MOST, left)
         if self.row.drawn is Drawn.IID:
             refused = 1.0 - float(law.prob_S.square().sum())  # by the drafter's distribution, of a draw
-            lost = [worth * refused**i for i in range(most)]
+            lost = [worth * refused**i for i in range(most + 1)]
         else:
             best = [law.prob(token) for token in law.top(most)]
-            lost = [worth * (1.0 - taken) for taken in accumulate([0.0, *best[:-1]])] if best else []
-        fan = sum(1 for value in lost if value > least)
+            lost = [worth * (1.0 - taken) for taken in accumulate([0.0, *best])]
+        fan = 0
+        while fan + 1 < len(lost) and lost[fan] > least:
+            if self.pays and lost[fan] - lost[fan + 1] <= self.price.row(len(self.tokens) + fan):
+                break
+            fan += 1
         return fan or min(most, 0 if self.tokens else 1)
 
     def _below(self, node: int, worth: float) -> int:

@@ -65,6 +65,15 @@ def test_drawn_trees_are_priced_before_they_draw():
     assert len(one) == 1
 
 
+@pytest.mark.parametrize(("drawn", "fans"), [(Drawn.IID, [6, 3, 1]), (Drawn.COUPLED, [7, 1, 1])])
+def test_siblings_drawn_at_once_are_priced_too(drawn, fans):
+    """A second one keeps 0.24 if it may repeat the first, and else 0.06."""
+    for cost, fan in zip((0.0, 0.1, 0.3), fans, strict=True):
+        price = Price((9.0,), (0.0, 0.0, cost))
+        draft, _ = drafted(0.6, price, nodes=8, drawn=drawn, temperature=1.0)
+        assert len(draft.groups[0].nodes) == fan, cost
+
+
 def test_tempered_probabilities_decide_at_temperature_0_alone():
     price = Price((0.3,), (0.0,))
     plain, sharp = drafted(0.5, price)[1], drafted(0.5, price, temper=(0.5,))[1]
