@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 import shlex
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -142,8 +140,7 @@ def bench(
     rates = None if synthetic_acceptance is None else read_rates(synthetic_acceptance)
     prompts = read_workload(workload)
     engine = model.load(drafter="none", allow_lossy=plan.allow_lossy)
-    tokenizer = engine.target.tokenizer
-    if answers is not None and tokenizer is None:
+    if answers is not None and engine.target.tokenizer is None:
         raise RequestError(f"--answers needs a tokenizer, and {engine.target.name} has none")
 
     from outpace.bench.cases import make_cases
@@ -188,16 +185,9 @@ def bench(
             "synthetic_acceptance": rates,
         },
     )
-    # The table first, then files, whatever of it fails: a disk may be full, and a reader leave.
-    with contextlib.ExitStack() as last:
-        if answers is not None and tokenizer is not None:
-            last.callback(save_answers, answers, runner.session, asked, tokenizer.decode)
-        if out is not None:
-            last.callback(save, report, out)
-        if as_json:
-            show.write_json(report)
-        else:
-            show_report(report)
+    answered = partial(save_answers, engine, runner.session, asked)
+    with show.then_write(answers, answered), show.then_write(out, partial(save, report)):
+        show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
         raise typer.Exit(130)
 
@@ -245,7 +235,7 @@ def save(report: Report, folder: Path) -> None:
         show.note(f"wrote {path}")
 
 
-def save_answers(file: Path, session: Session, asked: Asked, decode: Callable[[Sequence[int]], str]) -> None:
+def save_answers(engine: Engine, session: Session, asked: Asked, file: Path) -> None:
     """Write an answer file per method, ``FILE`` with the method's name before its suffix.
 
     The answers are those of the first seed in the first round. Prompts of which a turn was not
@@ -254,6 +244,8 @@ def save_answers(file: Path, session: Session, asked: Asked, decode: Callable[[S
     from outpace.bench.answers import write_answers
     from outpace.bench.cases import turn_id
 
+    tokenizer = engine.target.tokenizer
+    assert tokenizer is not None
     part = session.parts[0]
     seed = asked.cases[0].seed
     unit_of = {unit[0].id: n for n, unit in enumerate(part.units) if unit[0].seed == seed}
@@ -269,7 +261,7 @@ def save_answers(file: Path, session: Session, asked: Asked, decode: Callable[[S
                 answers.append([runs[key] for key in keys])
         name = re.sub(r"[^\w.=-]+", "_", contender.name).strip("_")
         path = file.with_name(f"{file.stem}-{name}{file.suffix}")
-        write_answers(path, contender.name, prompts, answers, decode=decode)
+        write_answers(path, contender.name, prompts, answers, decode=tokenizer.decode)
         written.append(path)
     for path in written:
         show.note(f"wrote {path}")

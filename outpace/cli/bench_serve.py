@@ -161,15 +161,8 @@ def serve(
             },
         ),
     )
-    # The table first, then files, whatever of it fails: a disk may be full, and a reader leave.
-    try:
-        if as_json:
-            show.write_json(report)
-        else:
-            show_report(report)
-    finally:
-        if out is not None:
-            save(report, out)
+    with show.then_write(out, partial(save, report)):
+        show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
         raise typer.Exit(130)
 

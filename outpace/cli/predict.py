@@ -158,11 +158,9 @@ def predict(
             "rows": partial(predict_plots.by_rows, report=report),
             "speedup": partial(predict_plots.speedup, report=report),
         }
-    try:
+    text = json.dumps(report["device"]["record"], indent=1) + "\n"
+    with show.then_write(out, lambda folder: show.save(folder / "device.json", text)):
         show.finish(report, as_json, lambda: show_report(report), out, "predict", pictures)
-    finally:
-        if out is not None:
-            show.save(out / "device.json", json.dumps(report["device"]["record"], indent=1) + "\n")
 
 
 def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str, float]:

@@ -68,6 +68,16 @@ def write_json(value: Any) -> None:
     write(json.dumps(_finite(value), allow_nan=False) + "\n")
 
 
+@contextlib.contextmanager
+def then_write(path: Path | None, files: Callable[[Path], object]) -> Iterator[None]:
+    """Print first, then write there, if anywhere, whatever fails: a disk may be full, a reader leave."""
+    try:
+        yield
+    finally:
+        if path is not None:
+            files(path)
+
+
 def finish(
     found: Mapping[str, Any],
     as_json: bool,
@@ -84,18 +94,19 @@ def finish(
         out: folder of ``name``.json and of the pictures; None: nothing is written.
         pictures: by the names of their files; each draws into a figure, or says that there is nothing.
     """
-    try:
+
+    def files(folder: Path) -> None:
+        save(folder / f"{name}.json", json.dumps(found, indent=1) + "\n")
+        if pictures:
+            from outpace.bench.plots import paint
+
+            paint(pictures, folder, note=note)
+
+    with then_write(out, files):
         if as_json:
             write_json(found)
         else:
             say()
-    finally:
-        if out is not None:
-            save(out / f"{name}.json", json.dumps(found, indent=1) + "\n")
-            if pictures:
-                from outpace.bench.plots import paint
-
-                paint(pictures, out, note=note)
 
 
 def count(number: int, what: str) -> str:

@@ -108,22 +108,15 @@ def tune(
     for line in unkept:
         show.note(line)
     plots = plot(profile, kept if out is None else out)
-    try:
-        if as_json:
-            show.write_json(
-                {
-                    **asdict(profile),
-                    "passes_measured_now": fresh,
-                    "profile": None if unkept else str(kept),
-                    "plots": [str(path) for path in plots],
-                }
-            )
-        else:
-            for line in lines(profile, curve, fresh):
-                show.write(line + "\n")
-    finally:  # after the figures, whatever of them fails: a disk may be full, and a reader leave
-        if out is not None:
-            show.save(out, json.dumps(asdict(profile), indent=1) + "\n")
+    found = asdict(profile)
+    about = {
+        "passes_measured_now": fresh,
+        "profile": None if unkept else str(kept),
+        "plots": [str(path) for path in plots],
+    }
+    text = "".join(f"{line}\n" for line in lines(profile, curve, fresh))
+    with show.then_write(out, lambda file: show.save(file, json.dumps(found, indent=1) + "\n")):
+        show.finish({**found, **about}, as_json, lambda: show.write(text))
     if not as_json:
         written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
         where = "what they had: the profile is not kept" if unkept else ", ".join(written)
