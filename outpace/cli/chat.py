@@ -55,6 +55,9 @@ def chat(
     if system is not None:
         check_text(system, "--system")
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
+    from outpace.models.prompts import tokenizer_of
+
+    tokenizer_of(engine.target, "a chat")  # said before the first message
     engine.remember()
     for line in notes(engine, params):
         show.note(f"outpace: {line}")

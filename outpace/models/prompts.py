@@ -56,7 +56,7 @@ def encode(prompt: Any, target: Target, *, chat: bool = False) -> tuple[int, ...
             return tuple(tokenizer.chat([{"role": "user", "content": prompt}], most_tokens=most))
         return target.framed(tokenizer.encode(prompt, most=most))
     if messages:
-        return tuple(tokenizer_of(target, "chat messages").chat(prompt, most_tokens=most))
+        return tuple(tokenizer_of(target, "a chat").chat(prompt, most_tokens=most))
     return target.framed(as_ids(prompt, "a prompt"))
 
 

@@ -2,8 +2,10 @@ import signal
 
 import pytest
 
+from outpace import Engine
 from outpace.cli import show
 from outpace.cli.chat import Talk
+from outpace.models.tiny import TableTarget
 
 CHAT = ("chat", "--model", "tiny", "--max-new-tokens", "6", "--ignore-eos")
 
@@ -30,6 +32,13 @@ def test_reset_begins_anew_and_quit_leaves(outpace):
     assert "1 turn, 6 tokens" in ran.err and counts(ran.err.splitlines()[-1])[0] == 0
     nothing = outpace(*CHAT, stdin=b"/stats\n/help\n")
     assert nothing.out == "" and "nothing said yet" in nothing.err and "/reset" in nothing.err
+
+
+def test_a_model_without_a_tokenizer_is_refused_before_the_first_message(outpace, monkeypatch):
+    engine = Engine(TableTarget.random(seed=0), drafter="none")
+    monkeypatch.setattr(Engine, "load", lambda *given, **settings: engine)
+    ran = outpace(*CHAT)
+    assert ran.code == 2 and "a chat needs a tokenizer, and " in ran.err and ran.err.count("\n") == 1
 
 
 def test_a_line_that_is_no_text_is_refused(outpace):
