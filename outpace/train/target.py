@@ -19,6 +19,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -213,62 +214,55 @@ def make(
             there are several processes.
         KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
     """
+    work = out / "training"
+    with _only_one(out, work, resume), told(say, lambda: checkpoint.kept(work, None)):
+        texts = Texts.of(files)
+        plan = {**asdict(recipe), **{f"loop.{key}": one for key, one in asdict(loop).items()}}
+        (check_plan if resume else write_plan)(work, {**plan, "texts": texts.digest})
+        start = None
+        if recipe.start != "none":
+            start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
+        tokenizer = _tokenizer(out, recipe, texts, start, resume)
+        own, held = _windows(texts, tokenizer, recipe)
+        model = ExitModel(recipe, tokenizer, start)
+        size = sum(one.numel() for one in model.module.parameters())
+        say(
+            f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
+            f"out, {own.count} steps an epoch"
+        )
+        provenance = {
+            "command": command(),
+            "weights": size,
+            "texts": [file.name for file in files],
+            "tokens": len(own.ids),
+            "start": recipe.start,
+            "exits": recipe.after,
+        }
+        train(
+            model,
+            own,
+            held.all(),
+            loop,
+            out=out,
+            work=work,
+            resume=resume,
+            report=partial(_tell, recipe, say),
+            say=say,
+            provenance=provenance,
+        )
+        for path in (work / PLAN, *checkpoint.paths(work)):
+            path.unlink(missing_ok=True)
+
+
+@contextmanager
+def _only_one(out: Path, work: Path, resume: bool) -> Iterator[None]:
+    """Have both folders for this process; OutpaceError where another one works there, or a model is whole."""
     if world()[1] > 1:
         raise OutpaceError("a target is made by one process; start it without torchrun")
-    work = out / "training"
     _check_place(out, work, resume)
     with alone(work, f"another training works in {work}; wait for it, or give another --out"):
         _check_place(out, work, resume)  # again: another one may have ended meanwhile
-        with told(say, lambda: checkpoint.kept(work, None)):
-            _make(out, work, recipe, files, loop, resume, say)
-
-
-def _make(
-    out: Path,
-    work: Path,
-    recipe: Recipe,
-    files: Sequence[Path],
-    loop: LoopConfig,
-    resume: bool,
-    say: Callable[[Any], None],
-) -> None:
-    """As ``make``, in folders that nobody else writes to."""
-    texts = Texts.of(files)
-    plan = {**asdict(recipe), **{f"loop.{key}": one for key, one in asdict(loop).items()}}
-    (check_plan if resume else write_plan)(work, {**plan, "texts": texts.digest})
-    start = None
-    if recipe.start != "none":
-        start = start_from(load_target(recipe.start, dtype="float32"), texts.train, recipe.vocab)
-    tokenizer = _tokenizer(out, recipe, texts, start, resume)
-    own, held = _windows(texts, tokenizer, recipe)
-    model = ExitModel(recipe, tokenizer, start)
-    size = sum(one.numel() for one in model.module.parameters())
-    say(
-        f"{size / 1e6:.1f} million weights, {len(own.ids)} tokens to learn, {len(held.ids)} held "
-        f"out, {own.count} steps an epoch"
-    )
-    provenance = {
-        "command": command(),
-        "weights": size,
-        "texts": [file.name for file in files],
-        "tokens": len(own.ids),
-        "start": recipe.start,
-        "exits": recipe.after,
-    }
-    train(
-        model,
-        own,
-        held.all(),
-        loop,
-        out=out,
-        work=work,
-        resume=resume,
-        report=partial(_tell, recipe, say),
-        say=say,
-        provenance=provenance,
-    )
-    for path in (work / PLAN, *checkpoint.paths(work)):
-        path.unlink(missing_ok=True)
+        yield
 
 
 def _check_place(out: Path, work: Path, resume: bool) -> None:
