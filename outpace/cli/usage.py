@@ -18,6 +18,8 @@ def line(error: Any, whole: Any, arguments: Sequence[str]) -> str:
     """
     message = error.format_message().strip()
     message = message[:1].lower() + message[1:].rstrip(".")
+    if said := _not_a_number(error):
+        message = f"{message.partition(': ')[0]}: {said}"
     path = _begun(whole, arguments) if error.ctx is None else error.ctx.command_path
     unknown = re.fullmatch("no such command '(.+)'", message)
     if unknown:
@@ -27,6 +29,15 @@ def line(error: Any, whole: Any, arguments: Sequence[str]) -> str:
     message = re.sub("'([^']{80})[^']+'", r"'\1...'", message)  # a word that somebody gave
     end = "" if message.endswith("?") else ";"
     return f"{message}{end} see {path} --help"
+
+
+def _not_a_number(error: Any) -> str:
+    """What was given in place of a number, where pydantic read it; "" for any other error."""
+    found = getattr(error.__cause__, "errors", list)()
+    kind = found[0].get("type", "") if found else ""
+    if not kind.startswith(("int_", "float_")):
+        return ""
+    return f"{found[0]['input']!r:.80} is no {'whole number' if kind.startswith('int_') else 'number'}"
 
 
 def _begun(whole: Any, arguments: Sequence[str]) -> str:
