@@ -101,7 +101,7 @@ def serve(
         "Most pages of 64 tokens of keys and values. Where they do not suffice, "
         "answers wait for memory or lend it to others.",
         shown="40 % of the free memory",
-        least=1,
+        least=2,
     ),
     stored_pages: int | None = _limits(
         None, "Most pages kept for prompts that begin alike; 0: none.", shown="512 MB"

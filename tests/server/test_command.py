@@ -16,6 +16,7 @@ from outpace.serving.keyed import check_stores
     [
         (["--port", "70000"], "--port must be in 0 to 65535, got 70000"),
         (["--max-batch", "0"], "--max-batch must be at least 1, got 0"),
+        (["--pages", "1"], "--pages must be at least 2, got 1"),
         (["--stored-pages", "-1"], "--stored-pages must be at least 0, got -1"),
         (["--timeout", "0"], "--timeout must be at least 1"),
         (["--drafter", "prompt_lokup"], "did you mean prompt_lookup"),
