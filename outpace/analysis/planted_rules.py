@@ -5,7 +5,6 @@ Each replaces one part of a right verifier.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import ClassVar
 
@@ -69,10 +68,8 @@ class LastDiscount(KSeq):
 class GreedyInLaw(GreedyPlusOne):
     """The random sibling is judged by all of q, though the greedy ones could not come."""
 
-    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
-        group = groups[0]
-        assert group.law is not None
-        q, child = draft.laws[group.law], group.nodes[-1]
+    def attempt(self, draft: Draft, coins: Coins, group: Group, q: Law, p: Law) -> tuple[int | None, Law]:
+        child = group.nodes[-1]
         x = draft.token_N[child]
         if coins.flip(probs(p, (x,))[x] / probs(q, (x,))[x], group.parent, 0):
             return child, p

@@ -20,32 +20,19 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 from outpace.coins import Coins
-from outpace.types import Draft, Drawn, Group, Law, Verdict
-from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import probs, residual, trials, walk
+from outpace.types import Draft, Drawn, Group, Law
+from outpace.verifiers.rules import OneGroup, probs, residual, trials
 
 
-class GreedyPlusOne(Verifier):
+class GreedyPlusOne(OneGroup):
     """Tries the random sibling, then lets the target's own draw meet the greedy ones."""
 
     name = "greedy_plus_one"
     takes = frozenset({Drawn.GREEDY_PLUS_ONE, Drawn.CHOSEN})
-    one_law = True
     draws = Drawn.GREEDY_PLUS_ONE
 
-    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
-        self.check(draft)
-        return walk(draft, laws, coins, partial(self._attempt, draft, coins), want_laws)
-
-    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
-        """The random sibling, or None and what its refusal left of p."""
-        group = next((group for group in groups if group.law is not None), None)
-        if group is None:
-            return None, p
+    def attempt(self, draft: Draft, coins: Coins, group: Group, q: Law, p: Law) -> tuple[int | None, Law]:
         child, rest = next(trials(draft, group))
         x = draft.token_N[child]
         rest_x = 0.0 if rest is None else probs(rest, (x,))[x]

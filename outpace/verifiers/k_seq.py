@@ -21,16 +21,12 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
-
 import torch
 from torch import Tensor
 
 from outpace.coins import Coins
-from outpace.types import Draft, Drawn, Group, Law, Verdict
-from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import on_support, probs, walk
+from outpace.types import Draft, Drawn, Group, Law
+from outpace.verifiers.rules import OneGroup, on_support, probs
 
 _CLOSE = 1e-9
 """How far rho may lie above the least that is possible."""
@@ -77,25 +73,15 @@ def discount(p_S: Tensor, q_S: Tensor, k: int) -> tuple[float, float]:
     return high, min(at_high, 1.0)
 
 
-class KSeq(Verifier):
+class KSeq(OneGroup):
     """Tries all draws below a visited node against the same discounted distribution."""
 
     name = "k_seq"
     takes = frozenset({Drawn.IID, Drawn.CHOSEN})
-    one_law = True
     draws = Drawn.IID
     discount = staticmethod(discount)
 
-    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
-        self.check(draft)
-        return walk(draft, laws, coins, partial(self._attempt, draft, coins), want_laws)
-
-    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
-        """The draw kept, or None and what the refusals left of p."""
-        group = next((group for group in groups if group.law is not None), None)
-        if group is None or group.law is None:
-            return None, p
-        q = draft.laws[group.law]
+    def attempt(self, draft: Draft, coins: Coins, group: Group, q: Law, p: Law) -> tuple[int | None, Law]:
         tokens = [draft.token_N[child] for child in group.nodes]
         q_x, p_x = probs(q, tokens), probs(p, tokens)
         # q(x) = 0 says that q is not what x came from: then x counts as chosen.

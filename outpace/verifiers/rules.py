@@ -5,6 +5,7 @@ Shape letters: S support of a distribution, K tokens.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -13,14 +14,10 @@ from torch import Tensor
 from outpace.coins import Coins
 from outpace.kernels import draws
 from outpace.types import ROOT, Draft, Drawn, Group, Law, Verdict
-from outpace.verifiers.base import TargetLaws
+from outpace.verifiers.base import TargetLaws, Verifier
 
 Pick = Callable[[Law, int], int]
 """(target distribution after a node, the node) -> the token that follows it."""
-
-Attempt = Callable[[Sequence[Group], Law], tuple["int | None", Law]]
-"""(groups of a node, target distribution after it) -> the drawn child kept, or None and what is left of
-the distribution."""
 
 _LITTLE = 2.0**-12
 """Mass below which subtraction from 1 has lost too many digits: it is summed again. A walk gets
@@ -77,31 +74,42 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
         node = child
 
 
-def walk(draft: Draft, laws: TargetLaws, coins: Coins, attempt: Attempt, want_laws: bool) -> Verdict:
-    """Walk down: try what was drawn, then draw what is left of p and follow its child, if any.
+class OneGroup(Verifier):
+    """Walks down: tries what was drawn, then draws what is left of p and follows its child, if any.
 
     The token drawn is emitted whether a child carries it or not, so following that child costs
     nothing and changes no distribution; chosen siblings are kept with all the mass that they hold.
-
-    Args:
-        coins: key (node, -1) is used here.
-        attempt: called once per visited node that has groups.
-        want_laws: whether the verdict carries the distributions read.
     """
-    child_of = {branch: node for node, branch in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
-    read: list[Law] = []
-    node = ROOT
-    while True:
-        p = laws.law(node)
-        read.append(p)
-        groups = draft.groups_of.get(node)
-        child, rest = (None, p) if groups is None else attempt(groups, p)
-        if child is None:
-            extra = coins.choose(rest, node, -1)
-            child = child_of.get((node, extra))
+
+    one_law = True
+
+    @abstractmethod
+    def attempt(self, draft: Draft, coins: Coins, group: Group, q: Law, p: Law) -> tuple[int | None, Law]:
+        """The child of a drawn group that is kept, or None and what the refusals left of p.
+
+        Args:
+            coins: key (node, -1) is used otherwise.
+            q: what the group was drawn from.
+        """
+
+    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
+        self.check(draft)
+        child_of = {at: node for node, at in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
+        read: list[Law] = []
+        node = ROOT
+        while True:
+            p = laws.law(node)
+            read.append(p)
+            child, rest = None, p
+            for group in draft.groups_of.get(node, ()):
+                if group.law is not None:
+                    child, rest = self.attempt(draft, coins, group, draft.laws[group.law], p)
             if child is None:
-                return ended(draft, node, extra, read if want_laws else None)
-        node = child
+                extra = coins.choose(rest, node, -1)
+                child = child_of.get((node, extra))
+                if child is None:
+                    return ended(draft, node, extra, read if want_laws else None)
+            node = child
 
 
 def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:

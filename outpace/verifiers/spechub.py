@@ -32,16 +32,13 @@ Law: tests/laws/test_laws.py
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
 from outpace.coins import Coins
-from outpace.types import Draft, Drawn, Group, Law, Verdict
-from outpace.verifiers.base import TargetLaws, Verifier
-from outpace.verifiers.rules import on_support, probs, residual, walk
+from outpace.types import Draft, Drawn, Group, Law
+from outpace.verifiers.rules import OneGroup, on_support, probs, residual
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,24 +53,15 @@ class Plan:
     """What the extra token is drawn from if it is not."""
 
 
-class SpecHub(Verifier):
+class SpecHub(OneGroup):
     """Tries the token beside the hub, then gives the hub what is left."""
 
     name = "spechub"
     takes = frozenset({Drawn.HUB, Drawn.CHOSEN})
-    one_law = True
     draws = Drawn.HUB
 
-    def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
-        self.check(draft)
-        return walk(draft, laws, coins, partial(self._attempt, draft, coins), want_laws)
-
-    def _attempt(self, draft: Draft, coins: Coins, groups: Sequence[Group], p: Law) -> tuple[int | None, Law]:
-        """The draft kept, or None and what the refusals left of p."""
-        group = next((group for group in groups if group.law is not None), None)
-        if group is None or group.law is None:
-            return None, p
-        q, node = draft.laws[group.law], group.parent
+    def attempt(self, draft: Draft, coins: Coins, group: Group, q: Law, p: Law) -> tuple[int | None, Law]:
+        node = group.parent
         tokens = [draft.token_N[child] for child in group.nodes[:2]]  # any more count as chosen
         p_x, q_x = probs(p, tokens), probs(q, tokens)
         first = tokens[0]

@@ -234,6 +234,6 @@ def test_the_comparison_with_the_oracle_can_fail(monkeypatch):
 class Swapped(type(K_SEQ)):
     """Tries the draws in the reverse order."""
 
-    def _attempt(self, draft, coins, groups, p):
-        turned = [Group(g.parent, g.drawn, g.nodes[::-1], g.law) for g in groups]
-        return super()._attempt(draft, coins, turned, p)
+    def attempt(self, draft, coins, group, q, p):
+        turned = Group(group.parent, group.drawn, group.nodes[::-1], group.law)
+        return super().attempt(draft, coins, turned, q, p)
