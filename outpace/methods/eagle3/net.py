@@ -211,21 +211,7 @@ class EagleNet:
     def run(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
     ) -> tuple[Tensor, Tensor]:
-        """One pass.
-
-        Args:
-            rows: made from feeds whose ids are the tokens that the rows embed; no riders. Keys
-                and values are written for all of them.
-            cache: from ``new_cache``; the one that ``rows`` was made with.
-            offsets: per feed, the position of the first row of its slot.
-            given_TF: features of the target, as ``feature`` gives them, or outputs of earlier
-                rows [T, H].
-            features: which of the two.
-
-        Returns:
-            For the rows wanted, the feature that the next row reads [R, H], float32, and logits
-            [R, D] (or [R, V]), float32.
-        """
+        """One pass, with logits of its own vocabulary or the target's; see ``FeatureNet``."""
         plan = self._plans[features]
         if plan.ready:
             return self._compiled(plan, rows, cache, offsets, given_TF)
