@@ -15,7 +15,7 @@ from outpace import registry
 from outpace.cli import interrupts, show
 from outpace.cli.options import AS_JSON, ModelOptions, option, output
 from outpace.errors import OutpaceError, RequestError
-from outpace.files import check_writable, expanded
+from outpace.files import check_writable, expanded, reading
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -114,6 +114,9 @@ def train(
         from outpace.train.install import check_destination
 
         check_destination(out)
+    for name in (*(prompts or ()), *(texts or ())):
+        with reading(expanded(name.partition("::")[0])):
+            pass  # a wrong name is said before the model is loaded
     engine = model.load(drafter="none")
 
     from outpace.train import checkpoint

@@ -239,6 +239,12 @@ def test_bad_input_is_one_line(outpace, data_folder, arguments, message):
     assert not data_folder.exists()
 
 
+@pytest.mark.parametrize("option", ["--prompts", "--texts"])
+def test_a_file_that_is_missing_is_said_before_the_model_is_loaded(outpace, option):
+    ran = outpace("train", "draft_model", "--model", "./nowhere", option, "missing.jsonl::CC0")
+    assert ran.code == 2 and "cannot read missing.jsonl: No such file" in ran.err
+
+
 def test_what_the_target_cannot_do_is_said_before_it_answers(outpace, prompts, data_folder, tmp_path):
     given = ("--prompts", prompts, "--work", str(tmp_path / "work"))
     ran = outpace("train", "eagle3", *MODEL, *given, *settings("layer=99"))
