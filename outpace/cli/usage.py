@@ -33,7 +33,7 @@ def line(error: Any, whole: Any, arguments: Sequence[str]) -> str:
 
 def _not_a_number(error: Any) -> str:
     """What was given in place of a number, where pydantic read it; "" for any other error."""
-    found = getattr(error.__cause__, "errors", list)()
+    found: list[dict[str, Any]] = getattr(error.__cause__, "errors", list)()
     kind = found[0].get("type", "") if found else ""
     if not kind.startswith(("int_", "float_")):
         return ""
