@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import trained_table
-from pages import filled
+from pages import filled, tool
 from safetensors import safe_open
 
 from outpace.bench.plots import COLOURS, paint
@@ -145,7 +145,8 @@ STUDIES = (
 )
 
 
-def main(arguments: list[str] | None = None) -> int:
+@tool
+def main(arguments: list[str] | None = None) -> None:
     """Train the rows that are missing, print the tables, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     names = ", ".join(study.name for study in STUDIES)
@@ -162,17 +163,12 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     asked.shared = [*SHARED, *asked.shared]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage, too
-    try:
-        studies = chosen(asked)
-        failed = [] if asked.page_only else [row for study in studies for row in missed(asked, study)]
-        tables = {study.name: (study, found(asked, study)) for study in studies}
-        show(asked, tables)
-        if failed:
-            raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    studies = chosen(asked)
+    failed = [] if asked.page_only else [row for study in studies for row in missed(asked, study)]
+    tables = {study.name: (study, found(asked, study)) for study in studies}
+    show(asked, tables)
+    if failed:
+        raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
 
 
 def chosen(asked: Any) -> list[Study]:

@@ -20,15 +20,15 @@ import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
+
+from pages import publish, tool
 
 from outpace import Engine
 from outpace.bench.cases import fitting
 from outpace.bench.formats import BUILTIN, read_workload
-from outpace.bench.plots import paint
-from outpace.errors import OutpaceError, RequestError
+from outpace.errors import RequestError
 from outpace.files import write_whole
 from outpace.methods.cascade.planner import Measured, speedup
 from outpace.models.prompts import evenly
@@ -233,7 +233,8 @@ def _details(rows: dict[str, list[str]], found: Results, temperature: float) -> 
         yield f"| `{spec}` | " + " | ".join(cells) + " |"
 
 
-def main() -> int:
+@tool
+def main() -> None:
     """Parse, run, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
@@ -251,20 +252,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args()
     args.given = [one for one in sys.argv[1:] if one != "--loaded"]
-    try:
-        rows = groups(args.draft, args.strong, args.lookup)
-        engine = Engine.load(args.model, drafter="none")
-        text = "\n".join(page(args, rows, measured(engine, args, rows), engine.target.name)) + "\n"
-        print(text, end="")
-        if args.plot is not None:
-            draw = partial(picture, rows=rows, found=kept(args.keep), temperatures=args.temperatures)
-            paint({"cascades": draw}, args.plot)
-        if args.out is not None:
-            write_whole(args.out, text)
-        return 0
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    rows = groups(args.draft, args.strong, args.lookup)
+    engine = Engine.load(args.model, drafter="none")
+    lines = page(args, rows, measured(engine, args, rows), engine.target.name)
+
+    def draw(figure: Any) -> bool:
+        return picture(figure, rows=rows, found=kept(args.keep), temperatures=args.temperatures)
+
+    publish(lines, args.out, {"cascades": draw}, args.plot)
 
 
 if __name__ == "__main__":

@@ -23,12 +23,12 @@ from pathlib import Path
 from typing import Any
 
 import trained_papers
-from pages import publish, told
+from pages import publish, told, tool
 from readme_results import command
 
 from outpace import Engine
 from outpace.bench.plots import COLOURS, MARKERS
-from outpace.errors import ModelError, OutpaceError, RequestError
+from outpace.errors import ModelError, RequestError
 from outpace.files import parse_json, read_text
 from outpace.models.base import Target
 from outpace.train.target import Texts
@@ -290,7 +290,8 @@ def picture(figure: Any, reports: Sequence[Report]) -> bool:
     return bool(rows)
 
 
-def main(arguments: list[str] | None = None) -> int:
+@tool
+def main(arguments: list[str] | None = None) -> None:
     """Read, compute, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="folder of outpace train target")
@@ -300,23 +301,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args(arguments)
-    try:
-        reports = [load_report(path) for path in args.reports]
-        file = args.model / "provenance.json"
-        provenance = json.loads(read_text(file))
-        if "exits" not in provenance:
-            raise ModelError(f"{file} names no exits; give a folder of outpace train target")
-        target = Engine.load(str(args.model), drafter="none", dtype="bfloat16").target
-        deep = target.num_layers
-        layers = sorted({*provenance["exits"], *(deep * i // 5 for i in (2, 3, 4))})
-        exits = losses(target, layers, held_out(args.texts, target))
-        typed = " ".join(["outpace train target --texts", *(path.name for path in args.texts), "--out OUT"])
-        lines = page(provenance, exits, reports, typed, args.note)
-        publish(lines, args.out, {"own-layers": partial(picture, reports=reports)}, args.plot)
-        return 0
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    reports = [load_report(path) for path in args.reports]
+    file = args.model / "provenance.json"
+    provenance = json.loads(read_text(file))
+    if "exits" not in provenance:
+        raise ModelError(f"{file} names no exits; give a folder of outpace train target")
+    target = Engine.load(str(args.model), drafter="none", dtype="bfloat16").target
+    deep = target.num_layers
+    layers = sorted({*provenance["exits"], *(deep * i // 5 for i in (2, 3, 4))})
+    exits = losses(target, layers, held_out(args.texts, target))
+    typed = " ".join(["outpace train target --texts", *(path.name for path in args.texts), "--out OUT"])
+    lines = page(provenance, exits, reports, typed, args.note)
+    publish(lines, args.out, {"own-layers": partial(picture, reports=reports)}, args.plot)
 
 
 if __name__ == "__main__":

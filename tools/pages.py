@@ -1,8 +1,10 @@
-"""What tools do with figures that are ready: print them, and write page and plots where that is asked for."""
+"""What tools share: an end after errors; print figures, and write page and plots where that is asked for."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from functools import wraps
 from pathlib import Path
 from textwrap import fill
 from typing import Any
@@ -10,7 +12,23 @@ from typing import Any
 from sentences import WIDEST
 
 from outpace.bench.plots import paint
+from outpace.errors import OutpaceError
 from outpace.files import write_whole
+
+
+def tool(main: Callable[..., None]) -> Callable[..., int]:
+    """Make a function give the status of the process: 2 after an OutpaceError, which is printed; else 0."""
+
+    @wraps(main)
+    def run(*arguments: Any) -> int:
+        try:
+            main(*arguments)
+        except OutpaceError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+        return 0
+
+    return run
 
 
 def filled(text: str, indent: str = "") -> str:

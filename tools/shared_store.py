@@ -21,11 +21,12 @@ import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from pages import tool
+
 from outpace import Engine
 from outpace.bench.cases import fitting
 from outpace.bench.workloads import Prompt
 from outpace.engine.results import Counters
-from outpace.errors import OutpaceError
 
 SPECS = {"none": "none", "own text": "suffix", "shared store": "suffix[shared=true]"}
 PEOPLE = (
@@ -117,30 +118,26 @@ def _totals(counts: list[Counters]) -> tuple[int, int]:
     return sum(one.new_tokens - 1 for one in counts), sum(one.passes for one in counts)
 
 
-def main() -> int:
+@tool
+def main() -> None:
     """Parse, measure, print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--max-new-tokens", type=int, default=64)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    try:
-        engine = Engine.load(args.model, drafter="none")
-        rows = []
-        for row in measured(engine, args.max_new_tokens):
-            rows.append(asdict(row))
-            if not args.json:
-                print(
-                    f"{row.traffic:10} {row.drafter:13} {row.requests:3} requests {row.tokens:5} tokens "
-                    f"{row.passes:5} passes {row.emitted:.2f} a pass, {row.emitted_late:.2f} late",
-                    flush=True,
-                )
-        if args.json:
-            print(json.dumps(rows, indent=1))
-        return 0
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    engine = Engine.load(args.model, drafter="none")
+    rows = []
+    for row in measured(engine, args.max_new_tokens):
+        rows.append(asdict(row))
+        if not args.json:
+            print(
+                f"{row.traffic:10} {row.drafter:13} {row.requests:3} requests {row.tokens:5} tokens "
+                f"{row.passes:5} passes {row.emitted:.2f} a pass, {row.emitted_late:.2f} late",
+                flush=True,
+            )
+    if args.json:
+        print(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from pages import publish, told
+from pages import publish, told, tool
 
 from outpace import Engine
 from outpace.bench.plots import COLOURS, MARKERS
-from outpace.errors import OutpaceError
 from outpace.files import read_text
 from outpace.methods.s2d.sec_drafter import unsure
 from outpace.types import Feed
@@ -167,7 +166,8 @@ def picture(figure: Any, found: Sequence[Completion]) -> bool:
     return True
 
 
-def main() -> int:
+@tool
+def main() -> None:
     """Complete, count, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="smollm2-135m")
@@ -181,16 +181,11 @@ def main() -> int:
     parser.add_argument("--plot", type=Path, help="folder for the picture")
     parser.add_argument("--out", type=Path, help="write the page, besides printing it")
     args = parser.parse_args()
-    try:
-        engine = Engine.load(args.model, drafter="none", allow_lossy=True)
-        found = completions(
-            engine, args.drafter, list(places(engine, args.texts, args.each, args.tokens)), args.tokens
-        )
-        publish(page(args, engine, found), args.out, {"stops": partial(picture, found=found)}, args.plot)
-        return 0
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    engine = Engine.load(args.model, drafter="none", allow_lossy=True)
+    found = completions(
+        engine, args.drafter, list(places(engine, args.texts, args.each, args.tokens)), args.tokens
+    )
+    publish(page(args, engine, found), args.out, {"stops": partial(picture, found=found)}, args.plot)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,7 @@ import numpy as np
 import torch
 import trained_page
 import trained_use
+from pages import tool
 
 from outpace import Engine
 from outpace.drafters.trained import WEIGHTS
@@ -62,7 +63,8 @@ DATA = ("answer_tokens", "tokens", "sequences", "digest")
 STAGES = ("plan", "trained", "use")
 
 
-def main(arguments: list[str] | None = None) -> int:
+@tool
+def main(arguments: list[str] | None = None) -> None:
     """Do what is missing, row by row, and write the page."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--work", type=Path, required=True, help="folder of the tokens, as of outpace train")
@@ -80,21 +82,14 @@ def main(arguments: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments)
     asked.given = sys.argv[1:] if arguments is None else arguments
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the stage, too
-    try:
-        left = [
-            row for row in asked.rows if not asked.page_only and not stage_file(asked, row, "use").is_file()
-        ]
-        if asked.features_only or left:
-            alone(features, asked)
-        failed = [row for row in left if not asked.features_only and not finished(asked, row)]
-        if asked.page is not None and (rows := found(asked)):
-            trained_page.write(asked, rows)
-        if failed:
-            raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
-    except OutpaceError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    left = [row for row in asked.rows if not asked.page_only and not stage_file(asked, row, "use").is_file()]
+    if asked.features_only or left:
+        alone(features, asked)
+    failed = [row for row in left if not asked.features_only and not finished(asked, row)]
+    if asked.page is not None and (rows := found(asked)):
+        trained_page.write(asked, rows)
+    if failed:
+        raise OutpaceError(f"not finished: {', '.join(failed)}; the same command goes on with them")
 
 
 def finished(asked: Any, row: str) -> bool:
