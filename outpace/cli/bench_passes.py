@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from outpace.cli import show
 from outpace.cli.drafting import read_specs
-from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option, writes_folder
+from outpace.cli.options import AS_JSON, TrainedOptions, numbers, option, whole, writes_folder
 from outpace.cli.predict import speeds
 
 if TYPE_CHECKING:
@@ -59,8 +59,8 @@ def passes(
     What the default rows, contexts and batches cost is kept, for policies that plan by cost.
     """
     points = {
-        name: numbers(f"--{name}", text, "whole numbers", "1,2,4", int)
-        for name, text in (("rows", rows), ("contexts", contexts), ("batches", batches))
+        name: numbers(f"--{name}", text, f"whole numbers from {least}", "1,2,4", whole, least.__le__)
+        for name, text, least in (("rows", rows, 1), ("contexts", contexts, 0), ("batches", batches, 1))
         if text is not None
     }
     specs = [] if drafters is None else read_specs("--drafters", drafters)

@@ -142,8 +142,10 @@ def test_only_the_default_points_are_kept_for_policies(passes, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("--rows", "1,x"), "--rows '1,x' is no list of whole numbers; give some, such as 1,2,4"),
-        (("--rows", "0"), "rows must be at least 1, got 0"),
+        (("--rows", "1,x"), "--rows '1,x' is no list of whole numbers from 1; give some, such as 1,2,4"),
+        (("--rows", "0"), "--rows '0' is no list of whole numbers from 1"),
+        (("--batches", "0"), "--batches '0' is no list of whole numbers from 1"),
+        (("--contexts", "-1"), "--contexts '-1' is no list of whole numbers from 0"),
         (("--contexts", "5000"), "contexts must be between 0 and 896"),
         (("--repeat", "0"), "--repeat must be at least 1, got 0"),
         (("--drafters", "nobody_knows"), "unknown drafter 'nobody_knows'"),
