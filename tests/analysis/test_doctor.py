@@ -209,3 +209,4 @@ def test_chances_are_those_of_the_books():
     assert one.chance == pytest.approx(1 / 32) and not one.cures(10)
     assert apart((50, 100), (50, 100)) == pytest.approx(1.0) and apart((10, 100), (60, 100)) < 1e-6
     assert by_depth([(2, 0), (2, 1), (2, 2), (1, 1)]) == ((0.75, 0.5), (4, 2))
+    assert by_depth([(3, 1)]) == ((1.0, 0.0), (1, 1)), "nothing is known of the third"

@@ -166,9 +166,9 @@ def apart(a: tuple[int, int], b: tuple[int, int]) -> float:
 
 
 def by_depth(runs: Sequence[tuple[int, int]]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Acceptance and counts by depth, from (drafted levels, accepted) of every draft."""
+    """Acceptance and counts by depth, as far as a draft came; from (drafted levels, accepted) of every draft."""
     deepest = max((drafted for drafted, _ in runs), default=0)
     tried = [sum(d > level and a >= level for d, a in runs) for level in range(deepest)]
-    kept = [sum(a > level for _, a in runs) for level in range(deepest)]
-    shares = tuple(k / t if t else 0.0 for k, t in zip(kept, tried, strict=True))
-    return shares, tuple(tried)
+    counts = tuple(filter(None, tried))
+    kept = [sum(a > level for _, a in runs) for level in range(len(counts))]
+    return tuple(k / t for k, t in zip(kept, counts, strict=True)), counts
