@@ -270,7 +270,7 @@ def _in_memory(
     tokenizer: Any,
     quantize: str | None,
 ) -> Target:
-    from outpace.models.hf.compare import apart
+    from outpace.models.hf.compare import apart, beside_its_weights
     from outpace.models.hf.config import generation_defaults, said_name, wrap_tokenizer
     from outpace.models.hf.target import HFTarget
     from outpace.models.memory import MemoryCheckpoint
@@ -293,11 +293,11 @@ def _in_memory(
     target = _own(checkpoint, dtype or model.dtype, device or model.device, quantize)
     if quantize is not None:
         return target
-    wrong, rounding = apart(model, target)
-    if not wrong <= rounding:
+    if wrong := [off for off, most in (apart(model, target), beside_its_weights(model)) if not off <= most]:
         raise ModelError(
-            f"{target.name} says something else than its weights do (logits are off by {wrong:.2g} of their "
-            "deviation): it has hooks or modules of its own, which backend='own' does not run; leave that out"
+            f"{target.name} says something else than its weights do (logits are off by {wrong[0]:.2g} of "
+            "their deviation): it has hooks or modules of its own, which backend='own' does not run; "
+            "leave that out"
         )
     return target
 

@@ -88,15 +88,20 @@ def test_a_model_in_memory_keeps_its_own_dtype_and_may_become_ours(llama):
         load_target(target, tokenizer=fast)
 
 
-def test_a_model_in_memory_that_does_more_than_its_weights_say_does_not_become_ours(llama):
-    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float32)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_in_memory_that_does_more_than_its_weights_say_does_not_become_ours(llama, dtype):
+    """Also where rounding hides it."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(llama, dtype=dtype)
     model.model.layers[0].mlp.train()
+    weights = list(model.parameters())
     steered = model.model.layers[0].mlp.register_forward_hook(lambda module, given, out: 1.01 * out)
     with pytest.raises(ModelError, match="hooks or modules of its own, which backend='own' does not run"):
         load_target(model, backend="own")
     steered.remove()
     assert isinstance(load_target(model, backend="own"), Decoder)
     assert model.model.layers[0].mlp.training and not model.training
+    assert all(one is other for one, other in zip(model.parameters(), weights, strict=True))
+    assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
 
 
 def test_what_is_no_tensor_among_the_weights_is_not_read(llama):
