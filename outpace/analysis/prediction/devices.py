@@ -31,17 +31,11 @@ class Record:
     """``cpu``, ``cuda`` or ``metal``."""
     peak: Mapping[str, float]
     """Dtype of what is computed -> FLOP/s."""
-    bandwidth: float
     memory: float | None = None
     """Bytes; None: not said."""
     source: str = ""
-    overhead: float = 0.0
-    call: float = 0.0
-    attend: float | None = None
-    traffic: float | None = None
-    widen: float | None = None
-    tile: int | None = None
-    overlaps: tuple[str, ...] = GROUPS
+    more: Mapping[str, Any]
+    """Fields of ``Device`` that are the same for every dtype."""
 
     def device(self, dtype: str) -> Device:
         """The numbers for a model that computes in ``dtype``.
@@ -53,18 +47,7 @@ class Record:
             raise RequestError(
                 f"device {self.name} has no peak for {dtype}; it has {', '.join(self.peak)}: give --dtype"
             )
-        return Device(
-            name=self.title,
-            peak=self.peak[dtype],
-            bandwidth=self.bandwidth,
-            overhead=self.overhead,
-            call=self.call,
-            attend=self.attend,
-            traffic=self.traffic,
-            widen=self.widen,
-            tile=self.tile,
-            overlaps=self.overlaps,
-        )
+        return Device(name=self.title, peak=self.peak[dtype], **self.more)
 
 
 def known() -> dict[str, Record]:
@@ -123,4 +106,6 @@ def read_record(name: str, found: Any, where: str = "devices.json") -> Record:
         right = right and (key != "tile" or isinstance(value, int))
         if not right or (value == 0 and key not in ("overhead", "call")):
             raise RequestError(f"{where}: {key} must be a number above 0, got {shown(value)}")
-    return Record(name=name, **(found | {"overlaps": tuple(overlaps)}))
+    said = {key: found[key] for key in ("title", "kind", "peak", "memory", "source") if key in found}
+    more = {key: one for key, one in found.items() if key not in said} | {"overlaps": tuple(overlaps)}
+    return Record(name=name, more=more, **said)
