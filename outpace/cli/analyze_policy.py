@@ -92,11 +92,15 @@ def policy(
         except OSError as error:  # said after the report, which needs no file
             unwritten = error
     found = found or recording.read(file)
+    if not (count := judge.count(found, only)):
+        raise RequestError(
+            f"--only {only!r:.80} is part of no scenario's name; give a part such as cpu or gpu"
+        )
     ids = {name: tokens for name, _, tokens in asked}
     same = [text for text in found if text.name in ids]
     if measure and not same:
         raise RequestError("no prompt of the workload was recorded; give the --workload and --limit of then")
-    with show.progress(judge.count(found, only), "scenarios") as tick:
+    with show.progress(count, "scenarios") as tick:
         rows = judge.judge(found, judged, only, orders, tick)
     parts = ablation.worth(rows) if ablate else []
     report: dict[str, Any] = {"texts": len(found), "scenarios": [row.to_json() for row in rows]}

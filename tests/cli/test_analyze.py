@@ -157,4 +157,6 @@ def test_a_disk_that_is_full_by_then_costs_the_recording_alone(outpace, tmp_path
     assert count > 1 and f"0/{count} scenarios: cpu" in ran.err and f"{count}/{count} scenarios" in ran.err
     assert json.loads(ran.out) == json.loads((tmp_path / "out" / "policy.json").read_text())
     again = outpace(*given, "--texts", str(tmp_path / "t.gz"))
+    none = outpace(*given, "--texts", str(tmp_path / "t.gz"), "--only", "abacus")
+    assert none.code == 2 and "--only 'abacus' is part of no scenario's name" in none.err
     assert again.code == 0 and json.loads(again.out).keys() == json.loads(ran.out).keys()
