@@ -214,7 +214,8 @@ def _shares(text: str | None, what: str) -> list[float]:
     try:
         return [float(part) for part in (text or "").split(",")]
     except ValueError:
-        raise RequestError(f"{what} must be numbers such as 0.6,0.3, got {text or 'nothing'!r:.80}") from None
+        given = f"must be numbers such as 0.6,0.3, got {text!r:.80}" if text else "is needed, such as 0.6,0.3"
+        raise RequestError(f"{what} {given}") from None
 
 
 def show_theory(planner: Any, alpha: str | None, cost: list[str], as_json: bool) -> None:

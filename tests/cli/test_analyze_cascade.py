@@ -117,6 +117,7 @@ def test_prices_by_hand_are_told_in_words(outpace):
         (("--limit", "0"), "--limit must be at least 1, got 0"),
         (("--cost", "max=x"), "--cost is LEVEL=SHARE"),
         (("--lenience", "0.5"), "lenience must be a number from 1, got 0.5"),
+        (("--theory",), "--alpha is needed, such as 0.6,0.3"),
         (("--theory", "--alpha", "1,x"), "--alpha must be numbers"),
         (("--theory", "--alpha", "0.5", "--cost", "0.1,0.2"), "one or two levels"),
     ],
