@@ -166,7 +166,7 @@ def apart(a: tuple[int, int], b: tuple[int, int]) -> float:
 
 
 def by_depth(runs: Sequence[tuple[int, int]]) -> tuple[tuple[float, ...], tuple[int, ...]]:
-    """Acceptance and counts by depth, as far as a draft came; from (drafted levels, accepted) of every draft."""
+    """Acceptance and counts by depth, as far as any draft came, from (drafted levels, accepted)."""
     deepest = max((drafted for drafted, _ in runs), default=0)
     tried = [sum(d > level and a >= level for d, a in runs) for level in range(deepest)]
     counts = tuple(filter(None, tried))
