@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -86,15 +87,16 @@ def tree(
     from outpace.analysis.picture import film
 
     trace = film(engine, spec, to_ids(engine, text, None, None), params, passes=steps)
-    if as_json:
-        show.write_json(trace.to_json())
-    else:
-        show_trace(trace)
-    if out is not None:
-        from outpace.analysis.draw_page import html
-        from outpace.analysis.draw_tree import svg
+    with show.then_write(out, partial(draw, trace)):
+        show.finish(trace.to_json(), as_json, lambda: show_trace(trace))
 
-        show.save(out, html(trace) if out.suffix == ".html" else svg(trace))
+
+def draw(trace: Trace, file: Path) -> None:
+    """Write a picture of a trace, or a page where the file ends in .html."""
+    from outpace.analysis.draw_page import html
+    from outpace.analysis.draw_tree import svg
+
+    show.save(file, html(trace) if file.suffix == ".html" else svg(trace))
 
 
 def show_trace(trace: Trace) -> None:

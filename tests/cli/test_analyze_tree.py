@@ -52,6 +52,15 @@ def test_json_and_a_drawing(outpace, tmp_path):
     assert (tmp_path / "a.svg").read_text(encoding="utf-8").startswith("<svg ")
 
 
+def test_a_drawing_is_written_after_its_reader_left(outpace, monkeypatch, tmp_path):
+    def gone(text):
+        raise BrokenPipeError
+
+    monkeypatch.setattr("outpace.cli.show.write", gone)
+    outpace(*TREE, "abc abc", "--out", str(tmp_path / "a.svg"), "--steps", "1")
+    assert (tmp_path / "a.svg").read_text(encoding="utf-8").startswith("<svg ")
+
+
 class Stream(io.TextIOWrapper):
     """A terminal of some encoding."""
 
