@@ -108,19 +108,18 @@ def generate(
         return
     told = Told(run) if explain else None
     results = run.quiet() if as_json else run.aloud()
-    if as_json:
-        answer = results[0].to_json()
-        if told is not None:
-            answer["explain"] = told.to_json(results[0])
-        if n > 1:
-            answer["choices"] = [result.to_json() for result in results]
-        show.write_json({**answer, **about})
-    else:
-        show.note(f"outpace: {summary(results)}")
-        if told is not None:
-            told.show(results[0])
-    if told is not None and out is not None:
-        told.save(results[0], out)
+    with show.then_write(out, lambda file: told.save(results[0], file) if told else None):
+        if as_json:
+            answer = results[0].to_json()
+            if told is not None:
+                answer["explain"] = told.to_json(results[0])
+            if n > 1:
+                answer["choices"] = [result.to_json() for result in results]
+            show.write_json({**answer, **about})
+        else:
+            show.note(f"outpace: {summary(results)}")
+            if told is not None:
+                told.show(results[0])
 
 
 def read_prompt(prompt: str | None, file: str | None) -> str:

@@ -201,7 +201,14 @@ def test_explain_of_a_single_token_says_that_there_is_nothing(outpace):
     assert ran.code == 0 and "nothing to explain" in ran.err.splitlines()[-1]
 
 
-def test_explain_writes_a_plot_and_its_figures(outpace, tmp_path):
+def test_explain_writes_a_plot_and_its_figures(outpace, tmp_path, monkeypatch):
+    def gone(value):
+        raise BrokenPipeError
+
+    with monkeypatch.context() as patched:
+        patched.setattr("outpace.cli.show.write_json", gone)
+        outpace(*TINY, "--explain", "--json", "--out", str(tmp_path / "unread"), PROMPT)
+    assert (tmp_path / "unread" / "explain.json").is_file()
     ran = outpace(*TINY, "--explain", "--out", str(tmp_path / "out"), PROMPT)
     assert ran.code == 0, ran.err
     told = json.loads((tmp_path / "out" / "explain.json").read_text())
