@@ -29,19 +29,19 @@ def _is_plain(tree: Dynamic) -> bool:
 
 def _rule(tree: Dynamic) -> Rule:
     budget = tree.row.budget
-    nodes, levels = budget.max_nodes, budget.max_depth
+    nodes, levels, begins = budget.max_nodes, budget.max_depth, tree.begins
     row_N, level_L = _prices(tree.price, nodes, levels)
     return Rule(
         nodes=nodes,
         levels=levels,
-        beam=min(budget.shape.beam or MOST, nodes),
+        beam=min(budget.shape.beam or MOST, nodes + (0 if begins is None else len(begins.token_P))),
         fan=min(MOST, nodes),
         pays=tree.pays,
         least=tree.least,
         row_N=row_N,
         level_L=level_L,
         temper_L=array("d", [tree.temper(depth) for depth in range(levels)]),
-        begins=tree.begins,
+        begins=begins,
     )
 
 

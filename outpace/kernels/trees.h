@@ -82,7 +82,7 @@ static double rest(const Tree *g, int64_t node) {
 }
 
 static double odds(double chance) {
-    chance = chance < 1 - SURE ? 1 - SURE : chance > SURE ? SURE : chance;
+    chance = !(chance > 1 - SURE) ? 1 - SURE : chance > SURE ? SURE : chance;
     return log(chance / (1 - chance));
 }
 
@@ -152,9 +152,13 @@ static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t dep
     if (!g->pays || !count) return count > 0;
     double above = 0, below = 0, more[count];
     for (int64_t i = 0; i < count; i++) {
-        int64_t j = 0;
-        while (g->parent[fresh[j]] != g->parent[fresh[i]]) j++;
-        if (j == i) below += g->value[fresh[i]], above += worth(g, g->parent[fresh[i]]);
+        const int64_t parent = g->parent[fresh[i]];
+        double likeliest = 0;
+        int64_t first = 0;
+        while (g->parent[fresh[first]] != parent) first++;
+        for (int64_t j = i; j < count && first == i; j++)
+            if (g->parent[fresh[j]] == parent && g->value[fresh[j]] > likeliest) likeliest = g->value[fresh[j]];
+        if (first == i) below += likeliest, above += worth(g, parent);
     }
     const double kept = below / above;
     for (int64_t i = 0; i < count; i++) more[i] = times(kept, promise(g, fresh[i]));
@@ -254,8 +258,6 @@ int64_t outpace_trees(const Trees *t) {
         l->parents = l->depths = 0;
         Tree *g = t->tree + i;
         g->open[0] = -1, g->opens = 1, g->count = g->planted;
-        value_planted(g);
-        rank_anew(g);
     }
     p->ids = t->id;
     for (int64_t outs = 0, rows = t->trees; rows; level++) {

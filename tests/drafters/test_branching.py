@@ -86,7 +86,7 @@ def prices(chance, nodes):
     return Price(tuple(chance.random() * dear for _ in range(chance.randint(1, 4))), tuple(rows))
 
 
-def second(budgets, spreads, knows=10):
+def second(budgets, spreads, knows=10, plants=()):
     """Drafts of a draft model, what is in its cache behind them, and its passes."""
     model = tied()
     drafter = DraftModel(model, model.vocab_size)
@@ -104,8 +104,16 @@ def second(budgets, spreads, knows=10):
     drafter.spread = counting
     warp = Warp(SamplingParams(temperature=0), (), frozenset({2}), model.vocab_size)
     rows = [
-        DraftRow(state, text, budget, KeyedCoins(3, len(text) - 1, Stream.DRAFT), warp, Drawn.CHOSEN)
-        for state, text, budget in zip(states, TEXTS, budgets, strict=False)
+        DraftRow(
+            state,
+            text,
+            budget,
+            KeyedCoins(3, len(text) - 1, Stream.DRAFT),
+            warp,
+            Drawn.CHOSEN,
+            grower=partial(Union, planted=plants[i]) if plants else None,
+        )
+        for i, (state, text, budget) in enumerate(zip(states, TEXTS, budgets, strict=False))
     ]
     drafts = [[told(one) for one in drafter.propose(rows)] for _ in range(2)]
     assert drafts[0] == drafts[1], "a draft leaves nothing behind"
@@ -121,7 +129,7 @@ def second(budgets, spreads, knows=10):
 def random_budgets(chance):
     budgets = []
     for _ in range(chance.randint(1, 5)):
-        nodes, depth = chance.choice([1, 2, 5, 8, 13, 40]), chance.randint(1, 9)
+        nodes, depth = chance.choice([1, 2, 3, 5, 8, 13, 40]), chance.randint(1, 9)
         shape = Shape(beam=chance.choice([1, 2, 3, 8, 20]), least=chance.choice([0.0, 0.05, 0.5, 1.5]))
         budgets.append(Budget(nodes, depth, shape=shape, price=prices(chance, nodes)))
     if chance.random() < 0.3:
@@ -160,32 +168,67 @@ def test_one_call_grows_the_same_trees(seed):
 def planted(chance, token_N, most):
     """Guesses that a tree begins with, some of them those of a drafter: parents before children."""
     tokens, parents, below = [], [], set()
+    wide, even = chance.random() < 0.3, chance.random() < 0.3
     for node in range(chance.randint(0, most)):
         token = chance.choice(token_N or [7]) if chance.random() < 0.6 else chance.randrange(160)
         parent = chance.choice([ROOT, node - 1, chance.randrange(-1, node) if node else ROOT])
+        parent = ROOT if wide else parent
         if (parent, token) in below:
             break
         below.add((parent, token))
         tokens.append(token)
         parents.append(parent)
-    own = [chance.choice([0.002, 0.3, 0.6, 0.99]) * chance.random() for _ in tokens]
+    own = [chance.choice([0.002, 0.3, 0.6, 0.99]) * (0.5 if even else chance.random()) for _ in tokens]
     joint = Joint(*(chance.uniform(-0.2, 1.2) for _ in range(3)))
     return Planted(tuple(tokens), tuple(parents), tuple(own), joint)
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(80))
 def test_one_call_grows_the_same_trees_around_guesses_of_others(seed):
     chance = random.Random(seed)
     budgets = random_budgets(chance)
     temper = ((), (0.02,), (0.05, 0.3), (1.0, 0.04, 0.7))[seed % 4]
-    found = [tokens for tokens, *_ in drafted(budgets, True, temper=temper)[0]]
+    given = {"temper": temper, "ties": chance.random() < 0.3}
+    found = [tokens for tokens, *_ in drafted(budgets, True, **given)[0]]
     plants = [planted(chance, tokens, one.max_nodes) for tokens, one in zip(found, budgets, strict=True)]
     again = [replace(one) for one in plants]  # what is said of them is written there
-    ours, count, whole = drafted(budgets, True, temper=temper, plants=plants)
-    theirs, expected, none = drafted(budgets, False, temper=temper, plants=again)
+    ours, count, whole = drafted(budgets, True, **given, plants=plants)
+    theirs, expected, none = drafted(budgets, False, **given, plants=again)
     assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
     assert ours == theirs and count == expected
     assert [one.said_N for one in plants] == [one.said_N for one in again]
+
+
+@pytest.mark.parametrize(
+    ("why", "nodes", "beam", "parent", "own", "level"),
+    [
+        ("a sure guess promises little of its own, but counts for its level", 8, 8, 0, (0.9, 0.8), 0.1),
+        ("more nodes are opened than stay", 2, 8, 0, (0.001, 0.5), 0.0),
+        ("of equal ones the first is opened", 8, 1, ROOT, (0.7, 0.7), 0.0),
+    ],
+)
+def test_one_call_opens_the_same_nodes(why, nodes, beam, parent, own, level):
+    budgets = [Budget(nodes, 4, shape=Shape(beam=beam), price=Price((0.0, level), (0.0,)))] * 5
+    plants, again = ([Planted((132, 150), (ROOT, parent), own) for _ in TEXTS] for _ in range(2))
+    ours = drafted(budgets, True, temper=(0.3, 0.05), plants=plants)
+    theirs = drafted(budgets, False, temper=(0.3, 0.05), plants=again)
+    assert ours[:2] == theirs[:2]
+    assert [one.said_N for one in plants] == [one.said_N for one in again]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_draft_model_grows_the_same_trees_around_guesses_of_others(seed):
+    chance = random.Random(seed)
+    budgets, knows = random_budgets(chance), chance.choice([0, 2, 10])
+    plants = [planted(chance, [*text, 60], one.max_nodes) for text, one in zip(TEXTS, budgets, strict=False)]
+    again = [replace(one) for one in plants]
+    ours, behind, count, whole = second(budgets, True, knows, plants)
+    theirs, as_behind, expected, none = second(budgets, False, knows, again)
+    assert none == 0 and whole == (2 if any(one.max_nodes for one in budgets) else 0)
+    assert ours == theirs and count == expected
+    assert [one.said_N for one in plants] == [one.said_N for one in again]
+    for (*mine, keys), (*others, same) in zip(behind, as_behind, strict=True):
+        assert mine == others and torch.equal(keys, same)
 
 
 def test_guesses_of_others_matter_in_the_test():
