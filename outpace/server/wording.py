@@ -17,7 +17,7 @@ _OURS = (
     (r"banned_tokens or |, banned_tokens(?: \(0 ids\))?", ""),  # which no request can name
     (r"\ballowed_tokens\b", "allowed_token_ids"),
     (r"\bmax_new_tokens\b", "max_tokens"),
-    (r", or Engine\.load\(.*\)$", ""),
+    (r"(?:, or|; Python also takes .*, and) Engine\.load\(.*\)$", ""),
     (r"(?<=of type )'?(?:NoneType|None)\b'?|(?<!['\w])None(?!['\w])", "null"),
     (r"(?<=of type )'?(?:int|float)\b'?", "number"),
     (r"(?<=of type )'?bool\b'?", "boolean"),
@@ -28,7 +28,7 @@ _BEGINNINGS = (
     (r"(?:the|a)(?: text)? prompt\b", "prompt"),
     (r"drafter\b", "speculation.drafter"),
     (r"no token may be generated\b", "allowed_token_ids"),
-    (r"(?:the model's|this model has no) chat template\b", "messages"),
+    (r"(?:the model's|this model has no) chat template\b|a chat needs\b", "messages"),
 )
 """How mistakes begin that do not begin with the field's name, and the field."""
 _RENAMED = re.compile(r"^(?:messages|stop)\b|(?<!['\w])[a-z]+(?:_[a-z]+)+(?!['\w])")
@@ -48,6 +48,7 @@ _KINDS = {
     "int_from_float": "a whole number",
     "float_type": "a number",
 }
+_LONG_NUMBER = re.compile(r"\b10{20,}\b|\b0\.0{9,}\d+\b")  # a bound that pydantic writes out
 _JSON = {"True": "true", "False": "false", "None": "null"}
 _LONGEST = 60  # characters of a value in a message
 
@@ -132,6 +133,7 @@ def _reason(error: Mapping[str, Any]) -> str:
     if error["type"] in _KINDS:
         return f"should be {_KINDS[error['type']]}"
     text = re.sub(r"^(?:Value error, |Input |List |String )| after validation.*", "", error["msg"])
+    text = _LONG_NUMBER.sub(lambda found: f"{float(found[0]):g}", text)
     if error["type"] == "literal_error":
         text = re.sub(r"\b(?:True|False|None)\b", lambda found: _JSON[found[0]], text)
     return text[:1].lower() + text[1:]

@@ -10,12 +10,14 @@ import pytest
 from outpace import Engine
 from outpace.errors import ModelError, OutpaceError, RequestError, SpecError
 from outpace.methods.lookup.prompt_lookup import PromptLookup
+from outpace.models.tiny import TableTarget
 from outpace.server import answers
 from outpace.server.app import create_app
 from outpace.server.limits import Limits
 from outpace.server.middleware import Guard
 from outpace.server.run import host_names, is_loopback
 from outpace.server.sse import EventStream
+from outpace.server.wording import of_engine
 from outpace.serving.service import Service
 from tests.server.conftest import LIMITS, Client
 from tests.support import until
@@ -66,6 +68,8 @@ DEEP = json.loads('{"a": ' * 600 + "1" + "}" * 600)
         ({"prompt": "a", "body": 1}, "body", "unknown field 'body'"),
         ({"prompt": "a", "best_of": 3}, "best_of", "best_of must be 1, got 3"),
         ({"prompt": "a", "echo": True, "logprobs": 1, "stream": True}, "stream", "is no stream"),
+        ({"prompt": "a", "repetition_penalty": 0}, "repetition_penalty", "or equal to 1e-30, got 0"),
+        ({"prompt": "a", "presence_penalty": 1e31}, "presence_penalty", "or equal to 1e+30, got 1e+31"),
         ({"prompt": "a", "n": 0}, "n", "got 0"),
         ({"prompt": "a", "n": 9}, "n", "9 answers are asked for, and at most 8"),
         ({"prompt": ["a"] * 9}, "n", "9 answers"),
@@ -615,3 +619,11 @@ def test_a_wrong_key_is_not_called_a_missing_one(service):
     assert "needs a key" in Client(app).get("/v1/models").text
     for headers in ({"Authorization": "Bearer two"}, {"X-Api-Key": "two"}):
         assert "does not know this key" in Client(app, **headers).get("/v1/models").text
+
+
+def test_a_client_is_not_told_what_python_takes():
+    engine = Engine(TableTarget.random(seed=0), drafter="none")
+    with pytest.raises(RequestError) as found:
+        engine.encode(HI)
+    said, field = of_engine(str(found.value))
+    assert said.endswith("put its tokenizer.json into the model's folder") and field == "messages"
