@@ -209,7 +209,8 @@ def test_one_call_grows_the_same_trees_around_guesses_of_others(seed):
 )
 def test_one_call_opens_the_same_nodes(why, nodes, beam, parent, own, level):
     budgets = [Budget(nodes, 4, shape=Shape(beam=beam), price=Price((0.0, level), (0.0,)))] * 5
-    plants, again = ([Planted((132, 150), (ROOT, parent), own) for _ in TEXTS] for _ in range(2))
+    joint = Joint(head=0.0 if parent == ROOT else 0.5)
+    plants, again = ([Planted((132, 150), (ROOT, parent), own, joint) for _ in TEXTS] for _ in range(2))
     ours = drafted(budgets, True, temper=(0.3, 0.05), plants=plants)
     theirs = drafted(budgets, False, temper=(0.3, 0.05), plants=again)
     assert ours[:2] == theirs[:2]
