@@ -161,6 +161,10 @@ def test_every_key_is_in_the_glossary(enumerated_once):
     keys |= set(keys_of(json.loads(run("generate", "a b a b", "--explain", *tiny))))
     keys |= set(keys_of(json.loads(run("methods", "--json"))))
     keys |= set(keys_of(json.loads(run("methods", "prompt_lookup", "--json"))))
+    keys |= set(keys_of(json.loads(run("methods", "--model", "tiny", "--json"))))
+    keys |= set(keys_of(json.loads(run("analyze", "tree", "a b a b", "--steps", "1", *tiny))))
+    theory = ("--theory", "--alpha", "0.6,0.3", "--cost", "0.2,0.1", "--json")
+    keys |= set(keys_of(json.loads(run("analyze", "cascade", *theory))))
     keys |= set(keys_of(json.loads(run("check", "--prompts", "1", *tiny))))
     assert {"speedup", "baseline", "same_tokens", "planted_bugs_caught", "first_difference"} <= keys
     glossary = (ROOT / "docs" / "json.md").read_text(encoding="utf-8")
