@@ -66,7 +66,7 @@ class RowFile:
         try:
             self._file = os.open(place.path, os.O_RDONLY)
         except OSError as error:
-            raise ModelError(f"cannot read {place.path}: {error}") from error
+            raise ModelError(f"cannot read {place.path}: {error.strerror or error}") from error
         weakref.finalize(self, os.close, self._file)
 
     def read(self, rows: Sequence[int]) -> Tensor:
@@ -108,4 +108,4 @@ def _fill(path: Path, start: int, buffer: memoryview, size: int) -> Iterator[int
                 done += wanted
                 yield wanted
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error

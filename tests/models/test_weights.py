@@ -362,3 +362,9 @@ def test_gguf_reader_agrees_with_the_package(tmp_path: Path) -> None:
         assert place.shape == tuple(int(n) for n in reversed(tensor.shape))
         want = gguf.dequantize(tensor.data, tensor.tensor_type)
         assert np.array_equal(read_tensor(place).float().numpy(), want)
+
+
+def test_a_file_that_cannot_be_opened_is_named_once(tmp_path):
+    with pytest.raises(ModelError) as found:
+        read_header(tmp_path)
+    assert str(found.value) == f"cannot read {tmp_path}: Is a directory"

@@ -62,7 +62,7 @@ def read_header(path: Path) -> GGUFFile:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
                 return _parse(path, content, total)
     except OSError as error:
-        raise ModelError(f"cannot read {path}: {error}") from error
+        raise ModelError(f"cannot read {path}: {error.strerror or error}") from error
     except (struct.error, _Short) as error:
         raise ModelError(f"{path} is truncated or corrupt: its header does not end") from error
     except KeyError as error:
