@@ -259,7 +259,7 @@ def bad_files(tmp_path, monkeypatch):
         (["passes"], "there is outpace bench passes; see"),
         (["optimize"], "no such command 'optimize'; choose from "),
         (["analyze", "xyz"], "choose from acceptance, "),
-        (["x" * 9000], "xxx...'; choose from"),
+        (["z" * 9000], "zzz...'; choose from"),
         (["chat", "--system"], "'--system' requires an argument; see outpace chat --help"),
         (["bench", "serve", "--url"], "see outpace bench serve --help"),
         (["generate", "--temprature", "1", "a"], "--temperature"),
