@@ -76,7 +76,8 @@ def library() -> ctypes.CDLL | None:
         code = load(build.chosen() or _compiled())
     except (OSError, AttributeError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
-        LOG.info("%s is not compiled (%s); torch computes instead", build.MAIN, " ".join(said.split())[:200])
+        said = " ".join(said.split())[:200]
+        LOG.warning("%s is not compiled (%s); torch computes instead, more slowly", build.MAIN, said)
         return None
     code.outpace_host(threads)
     return code

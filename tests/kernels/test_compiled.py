@@ -149,7 +149,7 @@ def test_a_truncated_file_runs_again(tmp_path):
 
 
 def test_what_cannot_be_compiled_is_left_to_torch(calls, monkeypatch, caplog):
-    caplog.set_level(logging.INFO, "outpace.compiled")
+    caplog.set_level(logging.WARNING, "outpace.compiled")
     fresh = compiled.library.__wrapped__
     assert fresh() is None, "what was written is no library"
     assert "pass.c is not compiled (" in caplog.text
