@@ -94,22 +94,15 @@ class OneGroup(Verifier):
 
     def judge(self, draft: Draft, laws: TargetLaws, coins: Coins, *, want_laws: bool = False) -> Verdict:
         self.check(draft)
-        child_of = {at: node for node, at in enumerate(zip(draft.parent_N, draft.token_N, strict=True))}
-        read: list[Law] = []
-        node = ROOT
-        while True:
-            p = laws.law(node)
-            read.append(p)
+
+        def token(p: Law, node: int) -> int:
             child, rest = None, p
             for group in draft.groups_of.get(node, ()):
                 if group.law is not None:
                     child, rest = self.attempt(draft, coins, group, draft.laws[group.law], p)
-            if child is None:
-                extra = coins.choose(rest, node, -1)
-                child = child_of.get((node, extra))
-                if child is None:
-                    return ended(draft, node, extra, read if want_laws else None)
-            node = child
+            return coins.choose(rest, node, -1) if child is None else draft.token_N[child]
+
+        return follow(draft, laws, token, want_laws)
 
 
 def trials(draft: Draft, group: Group) -> Iterator[tuple[int, Law | None]]:

@@ -8,6 +8,7 @@ from outpace.analysis.tables import RIGHT, World, fan, outputs, step_error
 from outpace.coins import KeyedCoins, Stream
 from outpace.law import Law
 from outpace.types import ROOT, Draft, Drawn, Group
+from outpace.verifiers.base import TargetLaws
 from tests.verifiers.refusing import Refusing
 
 HUB, GREEDY, TREE = (RIGHT[name] for name in ("spechub", "greedy_plus_one", "tree"))
@@ -15,7 +16,7 @@ SURE = Law.one_hot(0, torch.float64)
 Q = Law(torch.tensor([0.5, 0.3, 0.2]))
 
 
-class One:
+class One(TargetLaws):
     """The same distribution at every node."""
 
     def __init__(self, law):
