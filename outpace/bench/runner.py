@@ -11,10 +11,9 @@ A unit whose passes stall, or whose speed-up is impossible, is measured again, t
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
+from itertools import zip_longest
 
 from outpace.bench import stats
 from outpace.bench.disturb import spinning
@@ -265,15 +264,12 @@ def make_units(
     for case in cases:
         key = (case.group, case.seed, batch > 1 and apart(case))
         piles.setdefault(key, []).append(case)
-    units = [
-        tuple(pile[start : start + batch]) for pile in piles.values() for start in range(0, len(pile), batch)
-    ]
-    turn_of = Counter[str]()
-    turns: list[int] = []
-    for unit in units:
-        turns.append(turn_of[unit[0].group])
-        turn_of[unit[0].group] += 1
-    return [unit for _, unit in sorted(zip(turns, units, strict=True), key=itemgetter(0))]
+    units: dict[str, list[Unit]] = {}
+    for (group, _, _), pile in piles.items():
+        units.setdefault(group, []).extend(
+            tuple(pile[start : start + batch]) for start in range(0, len(pile), batch)
+        )
+    return [unit for turn in zip_longest(*units.values()) for unit in turn if unit is not None]
 
 
 def first_seed(cases: Sequence[Case]) -> list[Case]:
