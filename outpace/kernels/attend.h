@@ -87,6 +87,7 @@ typedef struct {
     float *tops; /* [., 2]: likewise the largest score, and the sum of weights */
     const Choice *choice;
     float scale; /* multiplies queries; scores are powers of two */
+    float cap;   /* of these scores, or 0 */
 } Pass;
 
 /* A vector of pairs, the even one in the lower half of each lane, times one pair. */
@@ -203,6 +204,15 @@ INLINE void mix(const int tall, const int wide, const int half, Row weight, int6
     EACH_ROW(m) {
         if (half && wide == WIDE) store_tile(out + m * width, sum[m]);
         else EACH_VEC(n) store(out + m * width + n * LANES, sum[m][n]);
+    }
+}
+
+/* Scores between -cap and cap: cap * tanh(score / cap). */
+INLINE void soften(float *row, float cap) {
+    for (int i = 0; i < BLOCK; i += LANES) {
+        const vec x = load(row + i), down = (vec)((ivec)x | (int32_t)0x80000000); /* -|x| */
+        const vec e = power(down * (2.885390f / cap)), y = cap * (1 - e) / (1 + e);
+        store(row + i, (vec)((ivec)y | ((ivec)x & (int32_t)0x80000000)));
     }
 }
 
@@ -359,6 +369,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         const Sight *sight = p->sight + c->row + m / G;
         const int64_t seen = clip(sight->low - low), stop = clip(sight->dense - low + sight->length);
         float *row = full_weight + m * BLOCK;
+        if (p->cap > 0) soften(row, p->cap);
         for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
         for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
         weigh(row, half ? half_weight + m * BLOCK : NULL, p->tops + 2 * (at + m));

@@ -41,7 +41,7 @@ _ARGUMENTS = {
     "outpace_see": "aaiaiii",
     "outpace_move": "a",
     "outpace_attend": "aiaaiii",
-    "outpace_norm": "aaafaiiiiii",
+    "outpace_norm": "aafafaiiiiii",
     "outpace_gate": "aaiiiii",
     "outpace_product": "aiaiiiaiiai",
     "outpace_room": "aii",

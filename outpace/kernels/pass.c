@@ -19,15 +19,17 @@ typedef struct {
     int64_t rows;  /* which of the counts of rows */
     int64_t from;  /* buffer that is read */
     int64_t to;    /* buffer that is written */
-    int64_t more;  /* NORM, ADD: buffer to be added to `from` first, or -1; PRODUCT: operands */
+    int64_t more;  /* NORM, ADD: buffer to be added to `from` first, or -1; PRODUCT: operands;
+                      TURN: how many heads of queries are normed as one, and keys as another, or 0 */
     int64_t width; /* numbers of a row of `to`; TURN: of a head */
     int64_t index; /* ATTEND: which pass; TURN: which table; GATE: which activation */
     int64_t layer; /* ATTEND: of keys and values */
     int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side */
     int64_t from_stride, to_stride; /* from row to row; 0: rows lie side by side */
     const Matrix *part;
-    const float *weight; /* NORM; TURN: of all heads, or NULL */
+    const float *weight; /* NORM: NULL copies; TURN: of all heads, or NULL */
     float floor;         /* EMBED: a factor */
+    float scale;         /* NORM, ADD: a factor of `more` */
 } Op;
 
 typedef struct {
@@ -67,7 +69,13 @@ static int64_t rows_of(const Program *p, const Op *op) { return p->rows[op->rows
 static void norm_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         const float *more = op->more < 0 ? NULL : row_of(p, op->more, row, width);
-        norm((float *)row_from(p, op, row, width), more, op->weight, op->floor,
+        if (!op->weight) {
+            float *x = (float *)row_from(p, op, row, width);
+            for (int64_t i = 0; more && i < width; i++) x[i] += op->scale * more[i];
+            memcpy(row_to(p, op, row, width), x, 4 * width);
+            continue;
+        }
+        norm((float *)row_from(p, op, row, width), more, op->scale, op->weight, op->floor,
              row_to(p, op, row, width), width, 0, 0);
     }
 }
@@ -76,9 +84,14 @@ static void turn_rows(const void *context, const void *self, int64_t piece) {
     ROWS(p->heads * width) {
         float *own = row_of(p, op->to, row, p->heads * width);
         const float *turn = p->turn[op->index] + p->positions[row] * width;
+        if (op->more > 0) {
+            const int64_t q = op->more * width, k = p->turned * width - q;
+            norm(own, NULL, 1, op->weight, op->floor, own, q, 0, 0);
+            norm(own + q, NULL, 1, op->weight + q, op->floor * sqrtf((float)k / q), own + q, k, 0, 0);
+        }
         for (int64_t head = 0; head < p->turned; head++, own += width) {
-            if (op->weight)
-                norm(own, NULL, op->weight + head * width, op->floor, own, width, 0, 0);
+            if (op->weight && op->more <= 0)
+                norm(own, NULL, 1, op->weight + head * width, op->floor, own, width, 0, 0);
             rotate(own, turn, width);
         }
     }
@@ -96,7 +109,7 @@ static void add_more(const void *context, const void *self, int64_t piece) {
     ROWS(width) {
         float *to = row_to(p, op, row, width);
         const float *more = row_of(p, op->more, row, width);
-        for (int64_t i = 0; i < width; i++) to[i] += more[i];
+        for (int64_t i = 0; i < width; i++) to[i] += op->scale * more[i];
     }
 }
 
@@ -258,7 +271,7 @@ typedef struct {
     float *x;
     const void *more;
     const float *weight;
-    float floor;
+    float floor, by;
     void *out;
     int64_t stride, rows, width, half_more, half_out, kind;
 } Apart;
@@ -271,10 +284,10 @@ static void norm_apart(const void *context, const void *self, int64_t piece) {
         float *own = a->x + row * a->width;
         Row add = a->more ? past(a->more, row * a->width, a->half_more) : NULL;
         void *to = (void *)past(a->out, row * a->stride, a->half_out);
-        if (a->half_out && a->half_more) norm(own, add, a->weight, a->floor, to, a->width, 1, 1);
-        else if (a->half_out) norm(own, add, a->weight, a->floor, to, a->width, 0, 1);
-        else if (a->half_more) norm(own, add, a->weight, a->floor, to, a->width, 1, 0);
-        else norm(own, add, a->weight, a->floor, to, a->width, 0, 0);
+        if (a->half_out && a->half_more) norm(own, add, a->by, a->weight, a->floor, to, a->width, 1, 1);
+        else if (a->half_out) norm(own, add, a->by, a->weight, a->floor, to, a->width, 0, 1);
+        else if (a->half_more) norm(own, add, a->by, a->weight, a->floor, to, a->width, 1, 0);
+        else norm(own, add, a->by, a->weight, a->floor, to, a->width, 0, 0);
     }
 }
 
@@ -295,12 +308,12 @@ static void gate_apart(const void *context, const void *self, int64_t piece) {
     }
 }
 
-/* x [rows, width] float32; more [rows, width]; weight [width]; out [rows, stride]. `half_more` and
+/* x [rows, width] float32; more [rows, width], of which `by` times is added; weight [width]; out [rows, stride]. `half_more` and
    `half_out` say what is bfloat16. */
-void outpace_norm(float *x, const void *more, const float *weight, float floor, void *out,
+void outpace_norm(float *x, const void *more, float by, const float *weight, float floor, void *out,
                   int64_t stride, int64_t rows, int64_t width, int64_t half_more,
                   int64_t half_out, int64_t threads) {
-    const Apart a = {x, more, weight, floor, out, stride, rows, width, half_more, half_out, 0};
+    const Apart a = {x, more, weight, floor, by, out, stride, rows, width, half_more, half_out, 0};
     const Task task = {norm_apart, &a, pieces_of(rows, width)};
     run_tasks(&task, 1, NULL, threads);
 }
@@ -308,7 +321,7 @@ void outpace_norm(float *x, const void *more, const float *weight, float floor, 
 /* from [rows, 2 * width]; out [rows, width]; both bfloat16 if `half` is set. */
 void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int64_t half,
                   int64_t kind, int64_t threads) {
-    const Apart a = {NULL, from, NULL, 0, out, width, rows, width, 0, half, kind};
+    const Apart a = {NULL, from, NULL, 0, 1, out, width, rows, width, 0, half, kind};
     const Task task = {gate_apart, &a, pieces_of(rows, 2 * width)};
     run_tasks(&task, 1, NULL, threads);
 }

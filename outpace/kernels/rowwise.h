@@ -16,14 +16,14 @@ INLINE void write(void *to, int64_t at, vec x, const int half) {
     else store((float *)to + at, x);
 }
 
-/* Add `more` to x, if it is given; write x / sqrt(|x|^2 + floor^2) * weight. */
-INLINE void norm(float *x, Row more, const float *weight, float floor, void *out,
+/* Add `more`, times a factor, to x, if it is given; write x / sqrt(|x|^2 + floor^2) * weight. */
+INLINE void norm(float *x, Row more, float times, const float *weight, float floor, void *out,
                  int64_t width, const int half_more, const int half_out) {
     vec squares = {0};
     for (int64_t i = 0; i < width; i += LANES) {
         vec one = load(x + i);
         if (more) {
-            one += read(more, i, half_more);
+            one += read(more, i, half_more) * times;
             store(x + i, one);
         }
         squares += one * one;

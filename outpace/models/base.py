@@ -21,7 +21,7 @@ from outpace.errors import ModelError
 from outpace.types import Feed, Scored, VocabMap
 
 if TYPE_CHECKING:
-    from outpace.models.families import GenerationDefaults
+    from outpace.models.defaults import GenerationDefaults
     from outpace.models.likeness import Likeness
     from outpace.models.text import Tokenizer
 

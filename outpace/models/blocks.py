@@ -21,7 +21,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
 from outpace.models.products import Stored, store_numbers, store_place
 from outpace.models.quantize import quantized, rounded
-from outpace.models.rowwise import Norm
+from outpace.models.rowwise import NoNorm, Norm, WideNorm
 from outpace.models.weights import Checkpoint
 
 
@@ -126,8 +126,8 @@ def read_block(checkpoint: Checkpoint, layer: int, form: Form) -> Block:
         out=read.linear([f"{attn}o_proj"], config.out_bias),
         gate_up=read.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], config.mlp_bias),
         down=read.linear([f"{mlp}down_proj"], config.mlp_bias),
-        attn_norm=read.norm(f"{at}input_layernorm"),
-        mlp_norm=read.norm(at + before_mlp),
+        attn_norm=read.norm(f"{at}input_layernorm") if config.pre_norms else NoNorm(config),
+        mlp_norm=read.norm(at + before_mlp) if config.pre_norms else NoNorm(config),
         qk_norm=read.head_norm(attn) if config.qk_norm else None,
         after_attn=read.norm(f"{at}post_attention_layernorm") if sandwich else None,
         after_mlp=read.norm(f"{at}post_feedforward_layernorm") if sandwich else None,
@@ -159,12 +159,14 @@ class _Reader:
 
     def head_norm(self, attn: str) -> Norm:
         """One norm for all query and key heads."""
-        config = self.checkpoint.config
-        query_D, key_D = (
-            paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk"
+        config, width = self.checkpoint.config, self.checkpoint.config.head_dim
+        parts = [paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), width) for one in "qk"]
+        heads = zip(parts, (config.num_heads, config.num_kv_heads), strict=True)
+        weight_XD = torch.cat([one.view(-1, width).expand(count, -1) for one, count in heads])
+        weight_XD = weight_XD.to(self.form.device)
+        return (
+            WideNorm(weight_XD, config.num_heads, config) if config.wide_qk_norm else Norm(weight_XD, config)
         )
-        weight_XD = torch.stack([query_D] * config.num_heads + [key_D] * config.num_kv_heads)
-        return Norm(weight_XD.to(self.form.device), config)
 
     def linear(self, names: Sequence[str], bias: bool) -> Linear:
         """Several projections of one input as one."""

@@ -1,9 +1,9 @@
 """The Llama family on one block: few, large operations, and rows that do not feel each other.
 
-Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen3 and Gemma 3 differ in what `DecoderConfig` says
-and in nothing else. The residual stream is float32 whatever the dtype of the weights, and every
-operation between two projections works row by row, so that a row's logits do not depend on the
-rows beside it (see `attention.py`).
+Families, from Llama 2 to OLMo 2, differ in what `DecoderConfig` says and in nothing else. The
+residual stream is float32 whatever the dtype of the weights, and every operation between two
+projections works row by row, so that a row's logits do not depend on the rows beside it (see
+`attention.py`).
 
 Shape letters: T rows of a pass (filled up to a few at least), H hidden size, V vocabulary,
 D width of a head, E = D / 2, R riders.
@@ -38,7 +38,7 @@ from outpace.models.products import works
 from outpace.models.program import Programs, Results
 from outpace.models.quantize import check_kind, note
 from outpace.models.room import Room
-from outpace.models.rope import ENDS_DYNAMIC, Rotation
+from outpace.models.rope import ENDS, Rotation
 from outpace.models.taps import check_taps, spread
 from outpace.models.text import Tokenizer
 from outpace.models.views import Choice, KeyValues, Rule, read
@@ -82,9 +82,8 @@ class Decoder(Target):
         self._blocks, self._ends, self._turns = blocks, ends, turns
         self._attends = tuple(block.attends for block in blocks)
         self._shape = config.head_shape
-        self._layers = Layers(blocks, turns, self._shape, config.activation, self._between)
-        if any(rope.kind == "dynamic" for rope in config.ropes):
-            self.why_shorter = ENDS_DYNAMIC
+        self._layers = Layers(blocks, turns, self._shape, config, self._between)
+        self.why_shorter = next((ENDS[rope.kind] for rope in config.ropes if rope.kind in ENDS), None)
         self._reduced: list[tuple[VocabMap, Linear]] = []
         self._room = Room()
         self._programs: Programs | None = None

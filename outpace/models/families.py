@@ -1,34 +1,27 @@
 """What a decoder of the Llama family is made of, and how a config.json says it.
 
-One record, ``DecoderConfig``, says everything that differs between Llama, Mistral, Qwen2,
-Qwen3 and Gemma 3, so that the decoder has one block and no family names in it. Whatever a
-config asks for that the record cannot say is refused by name.
+One record, ``DecoderConfig``, says everything that differs between the families, so that the
+decoder has one block and no family names in it. Whatever a config asks for that the record cannot
+say is refused by name.
 """
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from outpace.errors import ModelError, shown
 from outpace.models.attention import HeadShape
-from outpace.models.fields import MOST, MOST_LAYERS, Fields, token_ids
+from outpace.models.by_layer import FULL, WINDOWED, hf_ropes, layer_types, reach, share, turning
+from outpace.models.fields import MOST, MOST_LAYERS, Fields
 from outpace.models.rope import Rope
-from outpace.params import Defaults
 
-__all__ = [
-    "FAMILIES",
-    "FULL",
-    "HF_ACTIVATIONS",
-    "WINDOWED",
-    "DecoderConfig",
-    "GenerationDefaults",
-    "Rope",
-    "share",
-    "unsupported",
-]
+__all__ = ["FAMILIES", "FULL", "HF_ACTIVATIONS", "WINDOWED", "DecoderConfig", "Rope", "share", "unsupported"]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES = (
+    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
+    *("granite", "smollm3", "phi3", "olmo2"),
+)
 
 _ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3", "mimo": "qwen2"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -67,17 +60,48 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
     },
+    "gemma2": _COMMON
+    | {
+        "vocab_size": 256_000,
+        "hidden_size": 2304,
+        "intermediate_size": 9216,
+        "num_hidden_layers": 26,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 256,
+        "hidden_act": "gelu_pytorch_tanh",
+        "max_position_embeddings": 8192,
+        "query_pre_attn_scalar": 256,
+        "sliding_window": 4096,
+        "tie_word_embeddings": True,
+    },
+    "granite": _COMMON
+    | {
+        "max_position_embeddings": 2048,
+        **dict.fromkeys(("embedding_multiplier", "residual_multiplier", "attention_multiplier"), 1.0),
+        "logits_scaling": 1.0,
+    },
+    "smollm3": _COMMON
+    | {
+        "max_position_embeddings": 32_768,
+        "num_key_value_heads": 4,
+        "rope_theta": 2_000_000.0,
+        "tie_word_embeddings": True,
+        "no_rope_layer_interval": 4,
+    },
+    "phi3": _COMMON
+    | {"max_position_embeddings": 4096, "original_max_position_embeddings": 4096, "rms_norm_eps": 1e-5},
+    "olmo2": _COMMON | {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 }
-WINDOWED, FULL = "sliding_attention", "full_attention"
-"""Layer types as config files name them."""
-
-
+_GEMMA_CAPS = {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
+"""What a config of Gemma 2 leaves out; there ``null`` means none."""
 _COUNTS = (
     *("vocab_size", "hidden_size", "ffn_size", "num_layers", "num_heads", "num_kv_heads", "head_dim"),
     "max_positions",
 )
 _NUMBERS = (
     *("norm_eps", "norm_offset", "embed_scale", "attention_scale", "attention_softcap", "logit_softcap"),
+    *("residual_scale", "logit_scale"),
 )
 
 
@@ -118,7 +142,7 @@ class DecoderConfig:
     norm_offset: float = 0.0
     """Added to every norm weight: 1.0 for Gemma 3 safetensors, whose GGUF files hold the sum."""
     sandwich_norms: bool = False
-    """Gemma 3: a norm after each sublayer too, and ``pre_feedforward_layernorm`` before the MLP."""
+    """Gemma: a norm after each sublayer too, and ``pre_feedforward_layernorm`` before the MLP."""
     embed_scale: float = 1.0
     """Multiplies embeddings, itself first rounded to the dtype of the embedding weights (Gemma)."""
     attention_scale: float
@@ -133,6 +157,14 @@ class DecoderConfig:
     """The distinct rotary tables."""
     rope_of_layer: tuple[int, ...]
     """Per layer: index into ``ropes``."""
+    residual_scale: float = field(default=1.0, repr=False)
+    """Multiplies what a sublayer adds to the residual stream (Granite)."""
+    logit_scale: float = field(default=1.0, repr=False)
+    """Multiplies logits (Granite): weights of the last norm hold it, see `outpace.models.layout`."""
+    pre_norms: bool = field(default=True, repr=False)
+    """Whether sublayers have norms before them; OLMo 2 has those of ``sandwich_norms`` alone."""
+    wide_qk_norm: bool = field(default=False, repr=False)
+    """One RMS norm over all heads of q, and one over those of k (OLMo 2)."""
 
     def __post_init__(self) -> None:
         """Refuse values of another type, and shapes that cannot be built."""
@@ -158,6 +190,17 @@ class DecoderConfig:
             raise ModelError(f"head width {self.head_dim} is odd and cannot be rotated")
 
     @property
+    def stamp(self) -> str:
+        """All that it says, for digests: fields that came later only where they say something."""
+        later = {
+            one.name: value
+            for one in fields(self)
+            if not one.repr and (value := getattr(self, one.name)) != one.default
+        }
+        still = [rope.still for rope in self.ropes]
+        return repr(self) + (f"{later} {still}" if later or any(still) else "")
+
+    @property
     def head_shape(self) -> HeadShape:
         """Heads of its attentions, and how their scores become weights."""
         group = self.num_heads // self.num_kv_heads
@@ -175,9 +218,9 @@ class DecoderConfig:
         }
         if not self.tied_head:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        norms = ["input_layernorm", "post_attention_layernorm"]
+        norms = ["input_layernorm"] * self.pre_norms + ["post_attention_layernorm"]
         if self.sandwich_norms:
-            norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
+            norms += ["pre_feedforward_layernorm"] * self.pre_norms + ["post_feedforward_layernorm"]
         linears = (
             ("self_attn.q_proj", query, hidden, self.qkv_bias),
             ("self_attn.k_proj", key, hidden, self.qkv_bias),
@@ -191,7 +234,10 @@ class DecoderConfig:
             at = f"model.layers.{layer}."
             shapes |= {f"{at}{norm}.weight": (hidden,) for norm in norms}
             if self.qk_norm:
-                shapes |= {f"{at}self_attn.{one}_norm.weight": (head,) for one in "qk"}
+                wide = (query, key) if self.wide_qk_norm else (head, head)
+                shapes |= {
+                    f"{at}self_attn.{one}_norm.weight": (n,) for one, n in zip("qk", wide, strict=True)
+                }
             for name, rows, columns, bias in linears:
                 shapes[f"{at}{name}.weight"] = (rows, columns)
                 if bias:
@@ -211,18 +257,28 @@ class DecoderConfig:
         heads, hidden = read.count("num_attention_heads"), read.count("hidden_size")
         layers = read.count("num_hidden_layers", most=MOST_LAYERS)
         head_dim = read.count("head_dim", hidden // heads)
-        gemma = family == "gemma3"
+        gemma, granite, olmo = family in ("gemma2", "gemma3"), family == "granite", family == "olmo2"
         activation = read.get("hidden_activation") if gemma else None
         activation = activation or read.get("hidden_act")
         if not isinstance(activation, str) or activation not in _ACTIVATIONS:
             raise ModelError(
                 f"activation {shown(activation)} is not supported; supported: {', '.join(_ACTIVATIONS)}"
             )
-        kinds = _layer_types(family, read, layers)
-        by_kind = _hf_ropes(family, read, head_dim)
-        ropes, rope_of_layer = share([by_kind[kind] for kind in kinds])
+        kinds = layer_types(family, read, layers)
+        by_kind = hf_ropes(family, read, head_dim)
+        turns = zip(kinds, turning(family, read, layers), strict=True)
+        ropes, rope_of_layer = share([by_kind[kind] if turn else Rope.none(head_dim) for kind, turn in turns])
         window = read.count("sliding_window") if WINDOWED in kinds else None
-        bias = family != "mistral" and bool(read.get("attention_bias"))
+        bias = family not in ("mistral", "phi3") and bool(read.get("attention_bias"))
+        caps = {key: read.maybe(key) for key in _GEMMA_CAPS if gemma}
+        if family == "gemma2":
+            caps |= {key: cap for key, cap in _GEMMA_CAPS.items() if key not in config}
+        embed_scale, attention_scale = hidden**0.5 if gemma else 1.0, head_dim**-0.5
+        if gemma:
+            attention_scale = read.number("query_pre_attn_scalar") ** -0.5
+        elif granite:
+            embed_scale = read.number("embedding_multiplier")
+            attention_scale = read.number("attention_multiplier")
         return cls(
             family=family,
             vocab_size=read.count("vocab_size"),
@@ -234,21 +290,25 @@ class DecoderConfig:
             head_dim=head_dim,
             norm_eps=read.number("rms_norm_eps"),
             activation=_ACTIVATIONS[activation],
-            max_positions=_reach(by_kind[FULL], read.count("max_position_embeddings"), gemma),
+            max_positions=reach(by_kind[FULL], read.count("max_position_embeddings"), gemma),
             tied_head=bool(read.get("tie_word_embeddings")),
             qkv_bias=bias if family != "qwen2" else True,
             out_bias=bias if family != "qwen2" else False,
-            mlp_bias=family == "llama" and bool(read.get("mlp_bias")),
-            qk_norm=family in ("qwen3", "gemma3"),
+            mlp_bias=family in ("llama", "granite", "smollm3") and bool(read.get("mlp_bias")),
+            qk_norm=family in ("qwen3", "gemma3", "olmo2"),
             norm_offset=1.0 if gemma else 0.0,
-            sandwich_norms=gemma,
-            embed_scale=hidden**0.5 if gemma else 1.0,
-            attention_scale=(read.number("query_pre_attn_scalar") if gemma else head_dim) ** -0.5,
-            attention_softcap=read.maybe("attn_logit_softcapping") if gemma else None,
-            logit_softcap=read.maybe("final_logit_softcapping") if gemma else None,
+            sandwich_norms=gemma or olmo,
+            embed_scale=embed_scale,
+            attention_scale=attention_scale,
+            attention_softcap=caps.get("attn_logit_softcapping"),
+            logit_softcap=caps.get("final_logit_softcapping"),
             windows=tuple(window if kind == WINDOWED else None for kind in kinds),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
+            residual_scale=read.number("residual_multiplier") if granite else 1.0,
+            logit_scale=1.0 / read.number("logits_scaling") if granite else 1.0,
+            pre_norms=not olmo,
+            wide_qk_norm=olmo,
         )
 
 
@@ -277,127 +337,3 @@ def _text_part(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
     if config.get("use_bidirectional_attention"):
         raise ModelError("bidirectional attention is not supported: this model is not causal")
     return _ALIASES[kind], config
-
-
-def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
-    types: Sequence[str] | None = read.texts("layer_types") if read.get("layer_types") is not None else None
-    window = read.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not read.get("use_sliding_window"):
-        window = None
-    if types is None:
-        if family == "mistral":
-            types = [WINDOWED] * layers
-        elif family == "gemma3":
-            every = read.count("sliding_window_pattern")
-            types = [WINDOWED if (i + 1) % every else FULL for i in range(layers)]
-        elif family in ("qwen2", "qwen3"):
-            first = read.number("max_window_layers", zero=True)
-            types = [WINDOWED if i >= first else FULL for i in range(layers)]
-        else:
-            types = [FULL] * layers
-    if len(types) != layers or not set(types) <= {WINDOWED, FULL}:
-        raise ModelError(f"layer_types must name {layers} layers as {FULL} or {WINDOWED}, got {shown(types)}")
-    # Gemma 3 picks a layer's rotary table by its type, so the type stays even without a window.
-    if window is None and family != "gemma3":
-        return [FULL] * layers
-    return list(types)
-
-
-def _hf_ropes(family: str, read: Fields, head_dim: int) -> dict[str, Rope]:
-    """Give the rotary table of each layer type."""
-    positions, theta = read.count("max_position_embeddings"), read.number("rope_theta")
-    said = dict(read.mapping("rope_scaling") or read.mapping("rope_parameters"))
-    nested = {kind: said[kind] for kind in (FULL, WINDOWED) if isinstance(said.get(kind), dict)}
-    outer = {"partial_rotary_factor": read.get("partial_rotary_factor")}
-    thetas = {FULL: theta, WINDOWED: theta}
-    if family == "gemma3":
-        thetas[WINDOWED] = read.number("rope_local_base_freq")
-        nested = nested or {FULL: said}
-    elif not nested:
-        nested = {FULL: said, WINDOWED: said}
-    return {
-        kind: Rope.from_hf(
-            outer | dict(nested.get(kind) or {}), theta=thetas[kind], dim=head_dim, max_positions=positions
-        )
-        for kind in (FULL, WINDOWED)
-    }
-
-
-def _reach(rope: Rope, positions: int, said_in_full: bool) -> int:
-    """Give the longest context; most configs state the length before stretching."""
-    if rope.kind == "yarn":
-        return max(positions, int(rope.original_max_positions * rope.factor))
-    if rope.kind == "linear" and not said_in_full:
-        return int(positions * rope.factor)
-    return positions
-
-
-def share(ropes: Sequence[Rope]) -> tuple[tuple[Rope, ...], tuple[int, ...]]:
-    """Give the distinct tables, and for each layer the index of its own."""
-    distinct = tuple(dict.fromkeys(ropes))
-    return distinct, tuple(distinct.index(rope) for rope in ropes)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationDefaults(Defaults):
-    """How a model's authors sample from it, and which tokens begin and end its texts."""
-
-    eos_ids: tuple[int, ...] = ()
-    """Every token that ends a text, ascending."""
-    bos_id: int | None = None
-    """The token that begins a text."""
-    unsupported: tuple[str, ...] = ()
-    """Sampling settings of the file that are not honoured, as ``key=value``."""
-
-    @classmethod
-    def from_hf(cls, *files: Mapping[str, Any]) -> "GenerationDefaults":
-        """Read generation_config.json and config.json, best source first.
-
-        End-of-sequence ids are collected from all of them; of the rest the first file that
-        says something wins. Settings are read from the first file only.
-
-        Raises:
-            ModelError: a value has the wrong type.
-        """
-        settings = Fields("generation_config.json", {}, files[0])
-        do_sample = settings.get("do_sample")
-        temperature = settings.maybe("temperature", zero=True)
-        return cls(
-            eos_ids=tuple(sorted({i for file in files for i in token_ids(file, "eos_token_id")})),
-            bos_id=_first_id(files, "bos_token_id"),
-            do_sample=do_sample,
-            temperature=0.0 if do_sample is False else temperature,
-            top_p=settings.maybe("top_p"),
-            top_k=settings.whole("top_k"),
-            min_p=settings.maybe("min_p", zero=True),
-            repetition_penalty=settings.maybe("repetition_penalty"),
-            unsupported=tuple(
-                f"{key}={settings.get(key)}"
-                for key, neutral in _NEUTRAL.items()
-                if settings.get(key, neutral) != neutral
-            ),
-        )
-
-
-# Settings of transformers that change what is generated, with the value that switches them off.
-_NEUTRAL: dict[str, Any] = {
-    "num_beams": 1,
-    "penalty_alpha": 0.0,
-    "typical_p": 1.0,
-    "epsilon_cutoff": 0.0,
-    "eta_cutoff": 0.0,
-    "top_h": None,
-    "no_repeat_ngram_size": 0,
-    "encoder_repetition_penalty": 1.0,
-    "guidance_scale": 1.0,
-    "bad_words_ids": None,
-    "sequence_bias": None,
-    "suppress_tokens": None,
-    "begin_suppress_tokens": None,
-    "forced_bos_token_id": None,
-    "forced_eos_token_id": None,
-}
-
-
-def _first_id(files: Sequence[Mapping[str, Any]], key: str) -> int | None:
-    return next((i for file in files for i in token_ids(file, key)), None)

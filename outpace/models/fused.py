@@ -76,7 +76,6 @@ def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and dtype in DTYPES
-        and shape.softcap is None
         and shape.group <= _MOST
         and shape.width <= _WIDEST
         and shape.width % LANES == 0
@@ -145,6 +144,7 @@ class Told(ctypes.Structure):
             for name in ("head", "out", "place", "unit", "chunk", "sight", "path", "part", "tops", "choice")
         ),
         ("scale", ctypes.c_float),
+        ("cap", ctypes.c_float),
     ]
 
 
@@ -166,6 +166,7 @@ class View:
             width=shape.width,
             bfloat16=bfloat16,
             scale=shape.scale / math.log(2),
+            cap=0.0 if shape.softcap is None else shape.softcap / math.log(2),
         )
         self.looks = array("q")
         self._noted, self._choice, self._part = array("q"), array("q"), Piece(0)

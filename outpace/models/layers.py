@@ -16,6 +16,7 @@ from torch import Tensor
 from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.blocks import Block
+from outpace.models.families import DecoderConfig
 from outpace.models.fused import FusedAttention, attention
 from outpace.models.graphs import PaddedAttention
 from outpace.models.rope import Rotation
@@ -27,7 +28,7 @@ class Layers:
     """Blocks, one above the other.
 
     Args:
-        activation: of their MLPs.
+        config: whose activation and residual scale they have.
         between: dtype of rows between products.
     """
 
@@ -36,11 +37,12 @@ class Layers:
         blocks: Sequence[Block],
         turns: Sequence[Rotation],
         shape: HeadShape,
-        activation: str,
+        config: DecoderConfig,
         between: torch.dtype,
     ) -> None:
         self._blocks, self._turns, self._shape = blocks, turns, shape
-        self._activation, self._between = activation, between
+        self._activation, self._scale = config.activation, config.residual_scale
+        self._between = between
         self.windows = frozenset(block.window for block in blocks)
 
     def run(
@@ -85,7 +87,7 @@ class Layers:
             if block.attends:
                 block.attn_norm(x_TH, normed_TH, add=y_TH)
             elif y_TH is not None:
-                x_TH.add_(y_TH)
+                x_TH.add_(y_TH, alpha=self._scale)
             if taps:
                 tap(taps, seen, f"hidden.{layer}", x_TH)
                 tap(taps, seen, f"attn_in.{layer}", normed_TH)
@@ -106,4 +108,4 @@ class Layers:
             if block.after_mlp is not None:
                 y_TH = block.after_mlp(y_TH.float())
         if y_TH is not None:
-            x_TH.add_(y_TH)
+            x_TH.add_(y_TH, alpha=self._scale)

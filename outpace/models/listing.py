@@ -77,7 +77,7 @@ class Lister:
             if block.attends:
                 self._norm(block.attn_norm, STREAM, NORMED, added)
             elif added != NONE:
-                self._op(ADD, to=STREAM, more=added, width=hidden)
+                self._op(ADD, to=STREAM, more=added, width=hidden, scale=self._config.residual_scale)
             self._tap(f"hidden.{layer}", STREAM)
             added = NONE
             if block.attends:
@@ -94,7 +94,7 @@ class Lister:
                 self._norm(block.after_mlp, ADDED, ADDED)
             added = ADDED
         if added != NONE:
-            self._op(ADD, to=STREAM, more=added, width=hidden)
+            self._op(ADD, to=STREAM, more=added, width=hidden, scale=self._config.residual_scale)
         if ends is not None:
             if layers:
                 self._tap(f"hidden.{layers.stop}", STREAM)
@@ -125,6 +125,7 @@ class Lister:
             index=block.rope,
             weight=None if each is None else each.weight_H.data_ptr(),
             floor=0.0 if each is None else each.least,
+            more=0 if each is None else each.wide,
         )
         self._op(ATTEND, index=self._windows.index(block.window), layer=layer)
         self._product(block.out, ATTENDED, ADDED)
@@ -136,8 +137,17 @@ class Lister:
         self._ops.append(Op(kind=kind, **fields))
 
     def _norm(self, norm: Norm, from_: int, to: int, more: int = NONE, rows: int = _ALL) -> None:
-        width, weight = self._config.hidden_size, norm.weight_H.data_ptr()
-        self._op(NORM, rows=rows, from_=from_, to=to, more=more, width=width, weight=weight, floor=norm.least)
+        self._op(
+            NORM,
+            rows=rows,
+            from_=from_,
+            to=to,
+            more=more,
+            width=self._config.hidden_size,
+            weight=norm.weight_H.data_ptr(),
+            floor=norm.least,
+            scale=norm.scale,
+        )
 
     def _product(self, linear: Linear, from_: int, to: int, rows: int = _ALL) -> None:
         assert linear.product is not None

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError
-from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import DecoderConfig
 from outpace.models.measured import dtype_name
 from outpace.models.places import Place
 from outpace.models.text import Tokenizer
@@ -74,7 +75,7 @@ class MemoryCheckpoint(Checkpoint):
     @cached_property
     def digest(self) -> str:
         """A stable id of the weights: configuration, shapes, and a few values of each tensor."""
-        lines = hashlib.sha256(repr(self.config).encode())
+        lines = hashlib.sha256(self.config.stamp.encode())
         for name, tensor in sorted(self._tensors.items()):
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, len(flat) // 8)].float().tolist()

@@ -22,6 +22,7 @@ class Op(ctypes.Structure):
         ("part", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("floor", ctypes.c_float),
+        ("scale", ctypes.c_float),
     ]
 
 

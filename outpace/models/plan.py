@@ -167,7 +167,7 @@ class Plan:
         self._held.append(norm)
         out = to or self.fresh(x.width, x.count)
         more, weight = NONE if add is None else add.buffer, norm.weight_H.data_ptr()
-        self._op(kinds.NORM, x, out, more=more, weight=weight, floor=norm.least)
+        self._op(kinds.NORM, x, out, more=more, weight=weight, floor=norm.least, scale=norm.scale)
         return out
 
     def product(self, linear: Linear, x: Rows, to: Rows | None = None) -> Rows:
@@ -210,7 +210,7 @@ class Plan:
 
     def add(self, x: Rows, to: Rows) -> None:
         assert x.stride == x.width and to not in self._lent
-        self._op(kinds.ADD, to, to, more=x.buffer)
+        self._op(kinds.ADD, to, to, more=x.buffer, scale=1.0)
 
     def bend(self, x: Rows, to: Rows) -> None:
         """Add the SiLU of rows to others, in place."""

@@ -44,6 +44,10 @@ class Norm:
         """Times the root of the width: what compiled code multiplies by."""
         self.least = (size * config.norm_eps) ** 0.5
         """Added to a row's length as another coordinate."""
+        self.scale = config.residual_scale
+        """Of what is added to rows before."""
+        self.wide = 0
+        """How many heads of queries are normed as one, and keys as another; 0: every head by itself."""
         self._floor = torch.tensor(self.least, device=weight_H.device)
         self._simple = weight_H.dim() == 1 and weight_H.is_cpu and size % LANES == 0
 
@@ -53,12 +57,12 @@ class Norm:
         Args:
             x_TH: float32.
             out: where to write, in its dtype; None makes a float32 tensor.
-            add: is added to ``x_TH`` first, in place.
+            add: its ``scale`` is added to ``x_TH`` first, in place.
         """
         code = _code() if self._simple else None
         if code is None or not x_TH.is_contiguous() or x_TH.requires_grad:
             if add is not None:
-                x_TH.add_(add)
+                x_TH.add_(add, alpha=self.scale)
             # sqrt(|x|^2 + H * eps) as a hypotenuse: one small operation instead of four.
             length_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True).hypot_(self._floor)
             return torch.mul(x_TH / length_T1, self.weight_H, out=out)
@@ -67,6 +71,7 @@ class Norm:
         code.outpace_norm(
             x_TH.data_ptr(),
             None if add is None else add.data_ptr(),
+            self.scale,
             self.weight_H.data_ptr(),
             self.least,
             out.data_ptr(),
@@ -77,6 +82,45 @@ class Norm:
             out.dtype is torch.bfloat16,
             torch.get_num_threads(),
         )
+        return out
+
+
+class NoNorm(Norm):
+    """Rows as they are, with what is added to them."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__(torch.empty(0), config)
+
+    def __call__(self, x_TH: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        if add is not None:
+            x_TH.add_(add, alpha=self.scale)
+        return x_TH.clone() if out is None else out.copy_(x_TH)
+
+
+class WideNorm(Norm):
+    """A norm over all heads of queries, and one over all heads of keys.
+
+    Args:
+        weight_XD: of all these heads.
+        queries: how many are queries.
+    """
+
+    def __init__(self, weight_XD: Tensor, queries: int, config: DecoderConfig) -> None:
+        super().__init__(weight_XD, config)
+        self._parts = slice(queries), slice(queries, len(weight_XD))
+        for part in self._parts:
+            self.weight_H[part] *= len(weight_XD[part]) ** 0.5
+        self.wide = queries
+        self.least *= queries**0.5  # of queries
+
+    def __call__(self, x_TXD: Tensor, out: Tensor | None = None, add: Tensor | None = None) -> Tensor:
+        assert add is None
+        out = torch.empty_like(x_TXD) if out is None else out
+        for part in self._parts:
+            own_TYD = x_TXD[:, part]
+            floor = self._floor * own_TYD.shape[1] ** 0.5
+            length_T11 = torch.linalg.vector_norm(own_TYD, dim=(-2, -1), keepdim=True).hypot_(floor)
+            torch.mul(own_TYD / length_T11, self.weight_H[part], out=out[:, part])
         return out
 
 

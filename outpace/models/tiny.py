@@ -20,7 +20,8 @@ from outpace.cache.base import KVCache
 from outpace.errors import ModelError
 from outpace.models.base import TREE, Target
 from outpace.models.decoder import Decoder
-from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import DecoderConfig
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.text import Tokenizer, byte_alphabet
 from outpace.types import Feed, Scored

@@ -12,8 +12,10 @@ from torch import Tensor
 
 from outpace.errors import ModelError, shown
 from outpace.files import parse_json
-from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import DecoderConfig
 from outpace.models.fields import Fields, brief, read_json
+from outpace.models.layout import cut_place, settled, unfused
 from outpace.models.likeness import Likeness
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
@@ -107,7 +109,7 @@ class Checkpoint(ABC):
         Hashes the configuration, every tensor's name, type and shape, and 64 bytes from the
         middle of each. Cost: one small read per tensor.
         """
-        lines = hashlib.sha256(repr(self.config).encode())
+        lines = hashlib.sha256(self.config.stamp.encode())
         for name, place in sorted(self.places.items()):
             lines.update(f"{name} {place.kind} {place.shape}\n".encode())
             middle = place.start + max(0, place.size // 2 - 32)
@@ -148,7 +150,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = DecoderConfig.from_hf(config)
         said = Fields(str(folder / "config.json"), {}, config).counts(EXITS)
         self.exits = tuple(sorted({one for one in said if one < self.config.num_layers}))
-        self.files, self.places = find_tensors(folder)
+        self.files, places = find_tensors(folder)
+        self.places = unfused(places, self.config, cut_place)
         self._check_shapes()
         for tensor in self.config.tensor_shapes():
             if (place := self.places[tensor]).kind not in DTYPES:
@@ -165,7 +168,7 @@ class SafetensorsCheckpoint(Checkpoint):
         return Tokenizer.from_folder(self.folder)
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
-        return read_plain(place, DTYPES[place.kind], dtype)
+        return settled(self.config, name, read_plain(place, DTYPES[place.kind], dtype), dtype)
 
     def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
         """Read rows from the file; see the base class."""

@@ -24,7 +24,8 @@ from outpace.bench.records import Case, Settings
 from outpace.engine.results import Counters
 from outpace.errors import ModelError, RequestError, UnknownNameError
 from outpace.models.decoder import Decoder
-from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import DecoderConfig
 from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.hf.compare import apart
 from outpace.models.load import load_target

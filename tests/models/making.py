@@ -48,6 +48,21 @@ HF_SIZES: dict[str, Any] = {
 }
 
 
+LATER: dict[str, dict[str, Any]] = {
+    "granite": {
+        "embedding_multiplier": 12.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.2,
+        "logits_scaling": 8.0,
+    },
+    "smollm3": {"no_rope_layer_interval": 4},
+    "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
+    "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
+    "olmo2": {},
+}
+"""What is special of a family, in a small config of it."""
+
+
 def hf_config(family: str, **changes: Any) -> Any:
     """Make a small config object of transformers."""
     import transformers
@@ -57,9 +72,15 @@ def hf_config(family: str, **changes: Any) -> Any:
         "mistral": transformers.MistralConfig,
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
+        "gemma2": transformers.Gemma2Config,
         "gemma3": transformers.Gemma3TextConfig,
+        "granite": transformers.GraniteConfig,
+        "smollm3": transformers.SmolLM3Config,
+        "phi3": transformers.Phi3Config,
+        "olmo2": transformers.Olmo2Config,
     }
-    return kinds[family](**(HF_SIZES | changes))
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2} if family in LATER else {}
+    return kinds[family](**(HF_SIZES | ends | LATER.get(family, {}) | changes))
 
 
 def save_hf(folder: Path, family: str, *, shard_size: str = "5GB", **changes: Any) -> Any:

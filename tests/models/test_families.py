@@ -9,7 +9,8 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from outpace.errors import ModelError
-from outpace.models.families import DecoderConfig, GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import DecoderConfig
 from outpace.models.rope import KINDS, Rope
 from tests.models.making import HF_SIZES, hf_config
 
@@ -65,8 +66,10 @@ def test_plain_and_divided_frequencies() -> None:
     torch.testing.assert_close(plain, torch.tensor([1.0, 0.1, 0.01, 0.001]))
     divided = Rope(kind="divided", theta=10_000.0, dim=8, divisors=(1.0, 2.0, 4.0, 8.0))
     torch.testing.assert_close(divided.frequencies()[0], torch.tensor([1.0, 0.05, 0.0025, 0.000125]))
-    with pytest.raises(ModelError, match=r"'longrope'.*" + ", ".join(KINDS[:-1])):
-        DecoderConfig.from_hf(LLAMA | {"rope_scaling": {"type": "longrope", "factor": 2}})
+    still = Rope(kind="default", theta=10_000.0, dim=8, still=4)
+    torch.testing.assert_close(still.frequencies()[0], torch.tensor([1.0, 0.01]))
+    with pytest.raises(ModelError, match=r"'mrope'.*" + ", ".join(KINDS[:-1])):
+        DecoderConfig.from_hf(LLAMA | {"rope_scaling": {"type": "mrope", "factor": 2}})
 
 
 @pytest.mark.parametrize(

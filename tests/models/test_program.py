@@ -31,6 +31,7 @@ MODELS = {
             "final_logit_softcapping": 30.0,
         },
     ),
+    **{family: (family, {}) for family in ("gemma2", "granite", "smollm3", "phi3", "olmo2")},
 }
 TREE = Draft.chosen([1, 2, 3, 4, 5, 6], [-1, 0, 0, 2, -1, 4])
 TAPS = frozenset({"hidden.0", "hidden.2", "hidden.4", "hidden.-1", "attn_in.1", "attn_out.3"})

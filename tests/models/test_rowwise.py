@@ -19,8 +19,9 @@ def rows(count, width, seed=0, dtype=torch.float32):
     return (3 * torch.randn(count, width, generator=coins)).to(dtype)
 
 
-def norm_of(width, offset=0.0):
-    return Norm(rows(1, width, 7)[0], SimpleNamespace(norm_offset=offset, norm_eps=1e-5))
+def norm_of(width, offset=0.0, scale=1.0):
+    config = SimpleNamespace(norm_offset=offset, norm_eps=1e-5, residual_scale=scale)
+    return Norm(rows(1, width, 7)[0], config)
 
 
 def by_torch(monkeypatch, work, *values):
@@ -32,9 +33,11 @@ def by_torch(monkeypatch, work, *values):
 
 @needs_code
 @BOTH
-@pytest.mark.parametrize("count, width", [(1, 16), (5, 576), (40, 48), (200, 576)])
-def test_a_sum_and_its_norm(dtype, count, width, monkeypatch):
-    norm, more = norm_of(width, offset=1.0), rows(count, width, 1, dtype)
+@pytest.mark.parametrize(
+    "count, width, scale", [(1, 16, 1.0), (5, 576, 1.0), (40, 48, 1.0), (200, 576, 1.0), (7, 48, 0.22)]
+)
+def test_a_sum_and_its_norm(dtype, count, width, scale, monkeypatch):
+    norm, more = norm_of(width, offset=1.0, scale=scale), rows(count, width, 1, dtype)
 
     def work(add):
         x_TH, wide_TI = rows(count, width), torch.full((count, 2 * width), 9.0, dtype=dtype)
@@ -48,7 +51,7 @@ def test_a_sum_and_its_norm(dtype, count, width, monkeypatch):
             assert got.dtype is want.dtype
             torch.testing.assert_close(got, want, rtol=4 * ULP[got.dtype], atol=0.0)
     added = rows(count, width) + more.float()
-    assert torch.equal(work(more)[0], added), "a sum of two numbers has one result"
+    assert torch.equal(work(more)[0], added) == (scale == 1.0), "a sum of two numbers has one result"
 
 
 @needs_code
@@ -97,7 +100,7 @@ def test_what_it_does_not_know_is_left_to_torch(monkeypatch):
             raise AssertionError(f"{name} was called")
 
     monkeypatch.setattr(rowwise, "_code", Refuses)
-    config = SimpleNamespace(norm_offset=0.0, norm_eps=1e-6)
+    config = SimpleNamespace(norm_offset=0.0, norm_eps=1e-6, residual_scale=1.0)
     Norm(rows(3, 16), config)(rows(12, 16).view(4, 3, 16))  # a norm per head
     norm_of(24)(rows(4, 24))
     norm_of(16)(rows(4, 32)[:, :16])

@@ -13,18 +13,13 @@ import torch
 from torch import Tensor
 
 from outpace.errors import ModelError, shown
-from outpace.models.families import (
-    FAMILIES,
-    FULL,
-    WINDOWED,
-    DecoderConfig,
-    GenerationDefaults,
-    share,
-    unsupported,
-)
+from outpace.models.by_layer import FULL, WINDOWED, reach, share
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.families import FAMILIES, DecoderConfig, unsupported
 from outpace.models.fields import Fields
 from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf.text import build_tokenizer, end_ids
+from outpace.models.layout import cut_place, row_order, settled, unfused
 from outpace.models.measured import dtype_name
 from outpace.models.places import Place
 from outpace.models.products import CODED
@@ -50,11 +45,28 @@ _IN_LAYER = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_IN_GEMMA_LAYER = _IN_LAYER | {
+_SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+_OTHERS = {
+    "gemma2": _SANDWICH,
+    "gemma3": _SANDWICH,
+    "olmo2": _SANDWICH,
+    "phi3": {"attn_qkv": "self_attn.qkv_proj", "ffn_up": "mlp.gate_up_proj"},
+}
+"""By architecture, names in a layer that are other ones there."""
+_INTERLEAVED = ("llama", "granite", "smollm3")
+"""Architectures whose converters order rows of q and k as ``split_halves`` undoes."""
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attention.sliding_window": 4096,
+        "attn_logit_softcapping": 50.0,
+        "final_logit_softcapping": 30.0,
+    }
+}
+"""What files leave out."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
 
 
@@ -76,13 +88,16 @@ class GGUFCheckpoint(Checkpoint):
         family = header.metadata.get("general.architecture")
         if family not in FAMILIES:
             raise ModelError(f"{path}: {unsupported(family)}")
-        stretched = header.places.get("rope_freqs.weight")
+        stretched = header.places.get(
+            "rope_factors_short.weight" if family == "phi3" else "rope_freqs.weight"
+        )
         divisors = [] if stretched is None else read_tensor(stretched).tolist()
         with _naming(path):
             named = {_hf_name(name, family): place for name, place in header.places.items()}
-            self.places: dict[str, Place] = {name: place for name, place in named.items() if name}
-            shapes = {name: place.shape for name, place in self.places.items()}
+            places = {name: place for name, place in named.items() if name}
+            shapes = {name: place.shape for name, place in places.items()}
             self.config = read_config(header.metadata, shapes, divisors)
+            self.places = unfused(places, self.config, cut_place)
             self.defaults = _defaults(header.metadata)
         self._check_shapes()
 
@@ -119,7 +134,8 @@ class GGUFCheckpoint(Checkpoint):
         if place.kind not in CODED or len(place.shape) != 2:
             return None
         heads = self._interleaved(name)
-        return place, split_halves(torch.arange(place.shape[0]), heads) if heads else None
+        order = split_halves(torch.arange(place.shape[0]), heads) if heads else row_order(self.config, name)
+        return place, order
 
     def rows(self, name: str, dtype: torch.dtype) -> Callable[[Sequence[int]], Tensor]:
         """Read and expand rows from the file; see the base class."""
@@ -129,11 +145,11 @@ class GGUFCheckpoint(Checkpoint):
 
     def _read(self, name: str, place: Place, dtype: torch.dtype | None) -> Tensor:
         tensor, heads = read_tensor(place, dtype), self._interleaved(name)
-        return split_halves(tensor, heads) if heads else tensor
+        return split_halves(tensor, heads) if heads else settled(self.config, name, tensor, dtype)
 
     def _interleaved(self, name: str) -> int:
         """Heads of a tensor whose rows are in the order of ``split_halves``; 0: they are not."""
-        if self.config.family != "llama":
+        if self.config.family not in _INTERLEAVED:
             return 0
         if "q_proj" in name:
             return self.config.num_heads
@@ -173,7 +189,7 @@ def read_config(
     family = str(metadata["general.architecture"])
     start = family + "."
     said = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
-    read = Fields("GGUF metadata", {"rope.freq_base": 10_000.0}, said)
+    read = Fields("GGUF metadata", {"rope.freq_base": 10_000.0} | _DEFAULTS.get(family, {}), said)
     if read.get("expert_count"):
         raise ModelError("mixtures of experts are not supported")
     if "model.embed_tokens.weight" not in shapes:
@@ -183,22 +199,29 @@ def read_config(
     if layers > len(shapes):
         raise ModelError(f"block_count {layers} does not fit a file of {len(shapes)} tensors")
     head_dim = read.count("attention.key_length", hidden // heads)
-    for key in ("attention.value_length", "rope.dimension_count"):
-        if (other := read.count(key, head_dim)) != head_dim:
-            raise ModelError(f"{key} {other} with heads of width {head_dim} is not supported")
-    gemma = family == "gemma3"
+    turned = read.count("rope.dimension_count", head_dim)
+    if (other := read.count("attention.value_length", head_dim)) != head_dim:
+        raise ModelError(f"attention.value_length {other} with heads of width {head_dim} is not supported")
+    if turned != head_dim and (family != "phi3" or turned > head_dim):
+        raise ModelError(f"rope.dimension_count {turned} with heads of width {head_dim} is not supported")
+    gemma, granite, olmo = family in ("gemma2", "gemma3"), family == "granite", family == "olmo2"
     window = read.whole("attention.sliding_window")
-    pattern = read.get("attention.sliding_window_pattern", 6 if gemma else 0)
-    kinds = _layer_types(window, pattern, layers)
+    if olmo and window:
+        raise ModelError("windows of OLMo 3 are not supported, whose layers have rotary tables by type")
+    period = {"gemma2": 2, "gemma3": 6}.get(family, 0)
+    kinds = _layer_types(window, read.get("attention.sliding_window_pattern", period), layers)
     positions = read.count("context_length")
-    full = _rope(read, head_dim, positions, divisors)
-    local = full
-    if gemma:
+    full = _rope(read, family, (head_dim, head_dim - turned), positions, divisors)
+    by_layer = [full] * layers
+    if family == "gemma3":
         theta = read.number("rope.freq_base_swa", 10_000.0)
         local = Rope(kind="default", theta=theta, dim=head_dim)
-    ropes, rope_of_layer = share([local if kind == WINDOWED else full for kind in kinds])
-    # The 27B model, the only one of 62 layers, scales by hidden / heads instead of head_dim.
-    scaled = hidden // heads if gemma and layers == 62 else head_dim
+        by_layer = [local if kind == WINDOWED else full for kind in kinds]
+    elif family == "smollm3":
+        by_layer = [full if (layer + 1) % 4 else Rope.none(head_dim) for layer in range(layers)]
+    ropes, rope_of_layer = share(by_layer)
+    # The 27B models, of 46 and 62 layers, scale by hidden / heads instead of head_dim.
+    scaled = hidden // heads if (family, layers) in (("gemma2", 46), ("gemma3", 62)) else head_dim
     layer = "model.layers.0."
     return DecoderConfig(
         family=family,
@@ -211,20 +234,24 @@ def read_config(
         head_dim=head_dim,
         norm_eps=read.number("attention.layer_norm_rms_epsilon"),
         activation="gelu_tanh" if gemma else "silu",
-        max_positions=positions,
+        max_positions=reach(full, positions, True) if full.kind == "longrope" else positions,
         tied_head="lm_head.weight" not in shapes,
         qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
         out_bias=f"{layer}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{layer}mlp.gate_proj.bias" in shapes,
-        qk_norm=family in ("qwen3", "gemma3"),
-        sandwich_norms=gemma,
-        embed_scale=hidden**0.5 if gemma else 1.0,
+        qk_norm=family in ("qwen3", "gemma3", "olmo2"),
+        sandwich_norms=gemma or olmo,
+        embed_scale=hidden**0.5 if gemma else read.number("embedding_scale", 1.0) if granite else 1.0,
         attention_scale=read.number("attention.scale", scaled**-0.5),
         attention_softcap=read.maybe("attn_logit_softcapping"),
         logit_softcap=read.maybe("final_logit_softcapping"),
         windows=tuple(window if kind == WINDOWED else None for kind in kinds),
         ropes=ropes,
         rope_of_layer=rope_of_layer,
+        residual_scale=read.number("residual_scale", 1.0) if granite else 1.0,
+        logit_scale=1.0 / read.number("logit_scale", 1.0) if granite else 1.0,
+        pre_norms=not olmo,
+        wide_qk_norm=olmo,
     )
 
 
@@ -240,7 +267,7 @@ def _hf_name(name: str, family: str) -> str | None:
     """Give a tensor's Hugging Face name; None for tables that are not weights."""
     if name in _WHOLE:
         return _WHOLE[name]
-    table = _IN_GEMMA_LAYER if family == "gemma3" else _IN_LAYER
+    table = _IN_LAYER | _OTHERS.get(family, {})
     found = _BLOCK.fullmatch(name)
     if found and found[2] in table:
         return f"model.layers.{found[1]}.{table[found[2]]}.{found[3]}"
@@ -260,9 +287,30 @@ def _layer_types(window: int | None, pattern: Any, layers: int) -> list[str]:
     return [WINDOWED if window and one else FULL for one in windowed]
 
 
-def _rope(read: Fields, dim: int, positions: int, divisors: Sequence[float]) -> Rope:
-    theta = read.number("rope.freq_base")
+def _rope(
+    read: Fields, family: str, size: tuple[int, int], positions: int, divisors: Sequence[float]
+) -> Rope:
+    """Give the rotary table of layers that see all.
+
+    Args:
+        size: dimensions of a head, and how many of them stand still.
+    """
+    (dim, still), theta = size, read.number("rope.freq_base")
     kind = read.text("rope.scaling.type", "none")
+    if family == "phi3":
+        original = read.count("rope.scaling.original_context_length", positions)
+        if not divisors:
+            return Rope(kind="default", theta=theta, dim=dim, still=still)
+        return Rope(
+            kind="longrope",
+            theta=theta,
+            dim=dim,
+            still=still,
+            factor=positions / original,
+            original_max_positions=original,
+            attention_factor=read.number("rope.scaling.attn_factor", 1.0),
+            divisors=tuple(divisors),
+        )
     if divisors:
         if len(divisors) != dim // 2 or kind not in ("none", "linear"):
             raise ModelError(f"rope_freqs.weight of {len(divisors)} values cannot be applied")

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from outpace.errors import ModelError
-from outpace.models.families import GenerationDefaults
-from outpace.models.rope import ENDS_DYNAMIC
+from outpace.models.defaults import GenerationDefaults
+from outpace.models.rope import ENDS
 from outpace.models.text import Tokenizer
 
 FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
@@ -17,10 +17,6 @@ FULL, WINDOWED, CHUNKED = "full_attention", "sliding_attention", "chunked_attent
 
 _NO_LIMIT = 1 << 20
 """Context of a model that states none, such as a recurrent one."""
-_ENDS_LONGROPE = (
-    "longrope scaling turns all keys anew once a text passes the original length, so what a longer "
-    "text means depends on how it was cut into passes"
-)
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
 
 
@@ -95,12 +91,12 @@ def context_length(config: Any) -> tuple[int, str | None]:
     for rope in (said, *(one for one in said.values() if isinstance(one, dict))):
         kind = rope.get("rope_type", rope.get("type"))
         if kind == "dynamic":
-            return longest, ENDS_DYNAMIC
+            return longest, ENDS[kind]
         if kind == "longrope":
             original = rope.get("original_max_position_embeddings") or getattr(
                 config, "original_max_position_embeddings", None
             )
-            return int(original or longest), _ENDS_LONGROPE
+            return int(original or longest), ENDS[kind]
     return longest, None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from outpace.errors import ModelError
 from outpace.models.blocks import Form
-from outpace.models.families import GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
 from outpace.models.fields import read_json
 from outpace.models.places import Place, read_bytes, read_plain
 from outpace.models.seq2seq.config import Seq2SeqConfig

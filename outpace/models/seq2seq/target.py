@@ -29,7 +29,7 @@ from outpace.cache.dense import DenseCache
 from outpace.errors import ModelError, PromptTooLong, RequestError
 from outpace.models.base import TREE, Target
 from outpace.models.blocks import Form
-from outpace.models.families import GenerationDefaults
+from outpace.models.defaults import GenerationDefaults
 from outpace.models.seq2seq.config import Seq2SeqConfig
 from outpace.models.seq2seq.network import Attention, Read, Stack, encode, mix
 from outpace.models.text import Tokenizer
