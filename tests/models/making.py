@@ -1,5 +1,6 @@
 """Small models on disk, made on the spot: Hugging Face folders, GGUF files, tokenizers."""
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,21 @@ LATER: dict[str, dict[str, Any]] = {
     "olmo2": {},
 }
 """What is special of a family, in a small config of it."""
+
+LONG = {
+    "hidden_size": 64,
+    "head_dim": 16,
+    "max_position_embeddings": 1024,
+    "original_max_position_embeddings": 256,
+    "rope_parameters": {
+        "rope_type": "longrope",
+        "rope_theta": 100.0,
+        "partial_rotary_factor": 0.5,
+        "short_factor": [1.0, 1.5, 2.0, 2.5],
+        "long_factor": [2.0, 3.0, 4.0, 5.0],
+    },
+}
+"""Phi-3 with longrope."""
 
 
 def hf_config(family: str, **changes: Any) -> Any:
@@ -147,6 +163,8 @@ GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
 }
 
 
@@ -158,7 +176,7 @@ def gguf_name(name: str, arch: str) -> str:
         return f"{whole[stem]}.{kind}"
     _, _, layer, part = stem.split(".", 3)
     table = GGUF_NAMES
-    if arch == "gemma3":
+    if arch in ("gemma2", "gemma3", "olmo2"):
         table = table | {
             "post_attention_layernorm": "post_attention_norm",
             "pre_feedforward_layernorm": "ffn_norm",
@@ -173,12 +191,63 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(weight.shape)
 
 
+def save_gguf(path: Path, family: str, model: Any, kind: str = "F32") -> None:
+    """Write a model of transformers as the converter of its architecture does.
+
+    Args:
+        kind: of the matrices in layers.
+    """
+    said = model.config.to_dict()
+    config, tensors, kinds = DecoderConfig.from_hf(said), {}, {}
+    for name, parameter in model.named_parameters():
+        tensor, stored = parameter.detach().numpy(), gguf_name(name, family)
+        if family in ("llama", "granite", "smollm3") and (".q_proj." in name or ".k_proj." in name):
+            tensor = permuted(tensor, config.num_heads if ".q_proj." in name else config.num_kv_heads)
+        if "gemma" in family and "norm" in name:
+            tensor = tensor + 1
+        tensors[stored] = tensor
+        if "_proj.weight" in name:
+            kinds[stored] = kind
+    metadata = gguf_metadata(config, family) | {
+        f"{family}.{key}": said[name] for key, name in GGUF_SAYS.get(family, {}).items()
+    }
+    if family == "phi3":
+        del metadata["phi3.attention.key_length"]
+        rope, longest = said["rope_parameters"], said["max_position_embeddings"]
+        original = said["original_max_position_embeddings"]
+        metadata["phi3.context_length"] = longest
+        metadata["phi3.rope.dimension_count"] = int(rope["partial_rotary_factor"] * config.head_dim)
+        metadata["phi3.rope.scaling.original_context_length"] = original
+        if "short_factor" in rope:
+            stretched = math.log(longest / original) / math.log(original)
+            metadata["phi3.rope.scaling.attn_factor"] = math.sqrt(1 + stretched)
+            for one in ("short", "long"):
+                tensors[f"rope_factors_{one}.weight"] = np.array(rope[f"{one}_factor"])
+    write_gguf(path, tensors, metadata, arch=family, kinds=kinds)
+
+
+GGUF_SAYS = {
+    "gemma2": {
+        "attention.sliding_window": "sliding_window",
+        "attn_logit_softcapping": "attn_logit_softcapping",
+        "final_logit_softcapping": "final_logit_softcapping",
+    },
+    "granite": {
+        "embedding_scale": "embedding_multiplier",
+        "residual_scale": "residual_multiplier",
+        "attention.scale": "attention_multiplier",
+        "logit_scale": "logits_scaling",
+    },
+    "phi3": {"attention.sliding_window": "sliding_window"},
+}
+"""By architecture, metadata that converters take from a config, and its name there."""
 GGUF_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), "he", "ll"]
 
 
 def gguf_metadata(config: DecoderConfig, arch: str) -> dict[str, Any]:
     """Give the metadata that a converter writes for a model."""
-    rope = config.ropes[config.rope_of_layer[-1]]
+    ropes = [config.ropes[number] for number in config.rope_of_layer]
+    rope = [rope for rope in ropes if rope.still < rope.dim][-1]
     return {
         f"{arch}.block_count": config.num_layers,
         f"{arch}.context_length": config.max_positions,

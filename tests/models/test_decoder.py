@@ -15,7 +15,7 @@ from outpace.models.hf.target import HFTarget
 from outpace.models.onednn import packing_works
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.types import Draft, Feed, Resume, Riders, VocabMap
-from tests.models.making import save_hf
+from tests.models.making import LONG, save_hf
 
 VOCABULARY = 96
 LARGE = {"initializer_range": 0.3}
@@ -26,19 +26,6 @@ def scaled(kind, **more):
     return {"rope_parameters": {"rope_type": kind, "rope_theta": 100.0, **more}}
 
 
-LONG = {
-    "hidden_size": 64,
-    "head_dim": 16,
-    "max_position_embeddings": 1024,
-    "original_max_position_embeddings": 256,
-    "rope_parameters": {
-        "rope_type": "longrope",
-        "rope_theta": 100.0,
-        "partial_rotary_factor": 0.5,
-        "short_factor": [1.0, 1.5, 2.0, 2.5],
-        "long_factor": [2.0, 3.0, 4.0, 5.0],
-    },
-}
 MODELS = {
     "llama": ("llama", {}),
     "llama_biases_untied": (

@@ -13,19 +13,23 @@ import torch
 from safetensors.torch import save_file
 
 from outpace.errors import ModelError
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.gguf.blocks import GRAIN, expand
 from outpace.models.gguf.file import QUANTIZED, read_header, read_tensor
 from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.places import Place
 from outpace.models.weights import SafetensorsCheckpoint
+from outpace.types import Feed
 from tests.models.making import (
     GGUF_TOKENS,
     HF_SIZES,
+    LONG,
     gguf_metadata,
     gguf_name,
     hf_config,
     permuted,
+    save_gguf,
     save_hf,
     write_gguf,
 )
@@ -245,6 +249,31 @@ def test_gguf_models(arch: str, tmp_path: Path) -> None:
     assert "expanded to bfloat16: 0 MB" in note
     assert opened.defaults.eos_ids == (0, 2)
     assert opened.tokenizer().decode(opened.tokenizer().encode("hello 12")) == "hello 12"
+
+
+@pytest.mark.parametrize("family", ["gemma2", "granite", "smollm3", "phi3", "phi3 longrope", "olmo2"])
+def test_a_gguf_file_says_what_its_folder_does(family: str, tmp_path: Path) -> None:
+    family, _, longrope = family.partition(" ")
+    sizes = SIZES | {"num_hidden_layers": 4, "initializer_range": 0.2} | (LONG if longrope else {})
+    model = save_hf(tmp_path, family, **sizes)
+    save_gguf(tmp_path / "m.gguf", family, model)
+    save_gguf(tmp_path / "q.gguf", family, model, "Q8_0")
+    text, logits = list(range(3, 60)), []
+    for checkpoint, more in (
+        (SafetensorsCheckpoint(tmp_path), {}),
+        (GGUFCheckpoint(tmp_path / "m.gguf"), {}),
+        (GGUFCheckpoint(tmp_path / "q.gguf"), {}),
+        (GGUFCheckpoint(tmp_path / "q.gguf"), {"stored": True}),
+    ):
+        decoder = Decoder.load(checkpoint, dtype=torch.float32, **more)
+        assert decoder.max_positions == 256
+        cache = decoder.new_cache()
+        logits.append(decoder.score([Feed.chain(cache.open(), text)], cache).logits_TV)
+    # Metadata hold float32: multipliers and eps are rounded.
+    torch.testing.assert_close(logits[1], logits[0], rtol=1e-4, atol=2e-4)
+    rounding = float((logits[2] - logits[0]).abs().max())
+    assert 0 < rounding < 0.5 * float(logits[0].std())
+    assert float((logits[3] - logits[2]).abs().max()) < 1e-2 * rounding
 
 
 def test_gguf_rope_scaling_and_sampling(tmp_path: Path) -> None:
