@@ -21,7 +21,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.packed import Linear
 from outpace.models.products import Stored, store_numbers, store_place
 from outpace.models.quantize import quantized, rounded
-from outpace.models.rowwise import NoNorm, Norm, WideNorm
+from outpace.models.rowwise import NoNorm, Norm, heads_norm
 from outpace.models.weights import Checkpoint
 
 
@@ -159,14 +159,9 @@ class _Reader:
 
     def head_norm(self, attn: str) -> Norm:
         """One norm for all query and key heads."""
-        config, width = self.checkpoint.config, self.checkpoint.config.head_dim
-        parts = [paired(self.checkpoint.tensor(f"{attn}{one}_norm.weight"), width) for one in "qk"]
-        heads = zip(parts, (config.num_heads, config.num_kv_heads), strict=True)
-        weight_XD = torch.cat([one.view(-1, width).expand(count, -1) for one, count in heads])
-        weight_XD = weight_XD.to(self.form.device)
-        return (
-            WideNorm(weight_XD, config.num_heads, config) if config.wide_qk_norm else Norm(weight_XD, config)
-        )
+        config, read = self.checkpoint.config, self.checkpoint.tensor
+        query, key = (paired(read(f"{attn}{one}_norm.weight"), config.head_dim) for one in "qk")
+        return heads_norm(query.to(self.form.device), key.to(self.form.device), config)
 
     def linear(self, names: Sequence[str], bias: bool) -> Linear:
         """Several projections of one input as one."""

@@ -54,7 +54,7 @@ class Decoder(Target):
 
     Taps: ``hidden.L`` and ``hidden.-1`` as in the contract; ``attn_in.L`` is the normed input of
     the attention of layer L, counted from 0, and ``attn_out.L`` what it adds to the residual
-    stream. ``hidden.0`` and up are float32.
+    stream, unscaled. ``hidden.0`` and up are float32.
     """
 
     can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS, KV_READ})

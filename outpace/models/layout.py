@@ -66,7 +66,8 @@ def row_order(config: DecoderConfig, name: str) -> Tensor | None:
     width, still = config.head_dim, max(rope.still for rope in config.ropes if rope.still < rope.dim)
     if not still or not (".q_proj." in name or ".k_proj." in name):
         return None
-    turned, stays = torch.arange(width).split((width - still, still))
+    order = torch.arange(width)
+    turned, stays = order[: width - still], order[width - still :]
     halves = [torch.cat(pair) for pair in zip(turned.chunk(2), stays.chunk(2), strict=True)]
     heads = config.num_heads if ".q_proj." in name else config.num_kv_heads
     return (torch.arange(heads)[:, None] * width + torch.cat(halves)).flatten()

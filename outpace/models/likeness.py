@@ -44,7 +44,8 @@ class Likeness:
         ids = [token * config.vocab_size * 9 // (10 * _TOKENS) for token in range(_TOKENS)]
         rows = checkpoint.rows("model.embed_tokens.weight", torch.float32)(ids)
         layers = range(config.num_layers)
-        norms = [checkpoint.tensor(f"model.layers.{i}.input_layernorm.weight") for i in layers]
+        first = "input_layernorm" if config.pre_norms else "post_attention_layernorm"
+        norms = [checkpoint.tensor(f"model.layers.{i}.{first}.weight") for i in layers]
         chosen = sorted({0, config.num_layers // 2, config.num_layers - 1})
         values = [checkpoint.tensor(f"model.layers.{i}.self_attn.v_proj.weight") for i in chosen]
         parts = [

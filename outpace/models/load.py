@@ -273,6 +273,7 @@ def _in_memory(
     from outpace.models.hf.compare import apart, beside_its_weights
     from outpace.models.hf.config import generation_defaults, said_name, wrap_tokenizer
     from outpace.models.hf.target import HFTarget
+    from outpace.models.layout import from_transformers
     from outpace.models.memory import MemoryCheckpoint
 
     if is_seq2seq(getattr(model.config, "to_dict", dict)() if hasattr(model, "config") else {}):
@@ -282,10 +283,10 @@ def _in_memory(
         return wrap(model, form, said_name(model), wrap_tokenizer(tokenizer, None))
     if backend != "own":
         return _as_asked(HFTarget(model, tokenizer), dtype, device, quantize)
-    defaults = generation_defaults(model)
+    defaults, config = generation_defaults(model), DecoderConfig.from_hf(model.config.to_dict())
     checkpoint = MemoryCheckpoint(
-        DecoderConfig.from_hf(model.config.to_dict()),
-        model.state_dict(),
+        config,
+        from_transformers(config, model.state_dict()),
         name=said_name(model),
         tokenizer=wrap_tokenizer(tokenizer, defaults),
         defaults=defaults,

@@ -230,11 +230,11 @@ class Plan:
         assert heads is not None
         self.ready &= fits(heads, torch.float32, torch.device("cpu"))
         self._window = window
-        weight, least = None, 0.0
+        weight, least, wide = None, 0.0, 0
         if each is not None:
             self._held.append(each)
-            weight, least = each.weight_H.data_ptr(), each.least
-        self._op(kinds.TURN, x, replace(x, width=heads.width), weight=weight, floor=least)
+            weight, least, wide = each.weight_H.data_ptr(), each.least, each.wide
+        self._op(kinds.TURN, x, replace(x, width=heads.width), weight=weight, floor=least, more=wide)
         out = self._attended[1] if self._attended else self.fresh(heads.queries * heads.width, x.count)
         assert self._attended in (None, (x, out)), "all layers of a plan have the same rows"
         self._attended = x, out

@@ -124,6 +124,17 @@ class WideNorm(Norm):
         return out
 
 
+def heads_norm(query: Tensor, key: Tensor, config: DecoderConfig) -> Norm:
+    """One norm for all heads of queries and keys.
+
+    Args:
+        query: weights of one head, or of all heads of queries; ``key`` likewise.
+    """
+    counts = zip((query, key), (config.num_heads, config.num_kv_heads), strict=True)
+    weight_XD = torch.cat([one.view(-1, config.head_dim).expand(count, -1) for one, count in counts])
+    return WideNorm(weight_XD, config.num_heads, config) if config.wide_qk_norm else Norm(weight_XD, config)
+
+
 def gated(activation: str, gate_up_TF: Tensor) -> Tensor:
     """The activation of the first half of every row, times the second half.
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -92,28 +93,31 @@ class Attention(nn.Module):
         self.k_proj = nn.Linear(inputs, keys * width, bias)
         self.v_proj = nn.Linear(inputs, keys * width, bias)
         self.o_proj = nn.Linear(config.num_heads * width, config.hidden_size, config.out_bias)
-        self.q_norm = Norm(width, config) if config.qk_norm else None
-        self.k_norm = Norm(width, config) if config.qk_norm else None
+        wide = (config.num_heads, keys) if config.wide_qk_norm else (1, 1)
+        self.q_norm = Norm(wide[0] * width, config) if config.qk_norm else None
+        self.k_norm = Norm(wide[1] * width, config) if config.qk_norm else None
 
     def queries(self, u_BAI: Tensor, turn: Turn) -> Tensor:
         """Turned queries [B, K, G, A, D], scaled, which is cheaper than scaling scores."""
         config = self._config
         size = u_BAI.shape[:2]
-        q_BAXD = self.q_proj(u_BAI).view(*size, config.num_heads, config.head_dim)
-        if self.q_norm is not None:
-            q_BAXD = self.q_norm(q_BAXD).to(q_BAXD.dtype)
+        q_BAXD = self._normed(self.q_proj(u_BAI), self.q_norm)
         q_BAXD = turned(q_BAXD, turn) * config.attention_scale
         groups = config.num_heads // config.num_kv_heads
         q_BAKGD = q_BAXD.view(*size, config.num_kv_heads, groups, config.head_dim)
         return q_BAKGD.permute(0, 2, 3, 1, 4)
 
+    def _normed(self, x_BAY: Tensor, norm: Norm | None) -> Tensor:
+        """Queries or keys by head, normed."""
+        by_head = (*x_BAY.shape[:2], -1, self._config.head_dim)
+        if norm is not None:
+            wide = self._config.wide_qk_norm
+            x_BAY = norm(x_BAY if wide else x_BAY.view(by_head)).to(x_BAY.dtype)
+        return x_BAY.view(by_head)
+
     def keys(self, u_BTI: Tensor, turn: Turn) -> KeyValue:
-        config = self._config
-        shape = (*u_BTI.shape[:2], config.num_kv_heads, config.head_dim)
-        k_BTKD = self.k_proj(u_BTI).view(shape)
-        if self.k_norm is not None:
-            k_BTKD = self.k_norm(k_BTKD).to(k_BTKD.dtype)
-        v_BTKD = self.v_proj(u_BTI).view(shape)
+        k_BTKD = self._normed(self.k_proj(u_BTI), self.k_norm)
+        v_BTKD = self.v_proj(u_BTI).view(k_BTKD.shape)
         return turned(k_BTKD, turn).transpose(1, 2), v_BTKD.transpose(1, 2)
 
     def forward(self, q_BKGAD: Tensor, text: KeyValue, own: Sequence[KeyValue], place_BA: Tensor) -> Tensor:
@@ -165,27 +169,27 @@ class Layer(nn.Module):
 
     def __init__(self, config: DecoderConfig, index: int = 0, inputs: int | None = None) -> None:
         super().__init__()
-        hidden = config.hidden_size
+        hidden, self._scale = config.hidden_size, config.residual_scale
         self.self_attn = Attention(config, config.windows[index], inputs)
         self.mlp = Mlp(config)
-        self.input_layernorm = Norm(hidden, config)
+        before = [Norm(hidden, config) if config.pre_norms else cast(Norm, nn.Identity()) for _ in "am"]
+        self.input_layernorm = before[0]
         self.post_attention_layernorm = Norm(hidden, config)
         self.sandwich = config.sandwich_norms
         if self.sandwich:
-            self.pre_feedforward_layernorm = Norm(hidden, config)
+            self.pre_feedforward_layernorm = before[1]
             self.post_feedforward_layernorm = Norm(hidden, config)
 
     def after(self, x_BAH: Tensor, mixed_BAH: Tensor) -> Tensor:
         """The residual stream behind the block, given what attention mixed."""
         if self.sandwich:
-            x_BAH = x_BAH + self.post_attention_layernorm(mixed_BAH)
+            x_BAH = torch.add(x_BAH, self.post_attention_layernorm(mixed_BAH), alpha=self._scale)
             y_BAH = self.mlp(self.pre_feedforward_layernorm(x_BAH))
             y_BAH = self.post_feedforward_layernorm(y_BAH)
         else:
-            x_BAH = x_BAH + mixed_BAH
+            x_BAH = torch.add(x_BAH, mixed_BAH, alpha=self._scale)
             y_BAH = self.mlp(self.post_attention_layernorm(x_BAH))
-        out: Tensor = x_BAH + y_BAH
-        return out
+        return torch.add(x_BAH, y_BAH, alpha=self._scale)
 
 
 def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
@@ -194,7 +198,7 @@ def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
         theirs,
         num_layers=layers,
         windows=(None,) * layers,
-        ropes=(theirs.ropes[theirs.rope_of_layer[like]],),
+        ropes=(rotating(theirs, like),),
         rope_of_layer=(0,) * layers,
         tied_head=False,
         qkv_bias=False,
@@ -207,7 +211,25 @@ def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
         logit_softcap=None,
         embed_scale=1.0,
         attention_scale=theirs.head_dim**-0.5,
+        residual_scale=1.0,
+        logit_scale=1.0,
+        pre_norms=True,
+        wide_qk_norm=False,
     )
+
+
+def rotating(theirs: DecoderConfig, like: int) -> Rope:
+    """The rotary table of a layer, or the first of all if it rotates nothing."""
+    own = theirs.ropes[theirs.rope_of_layer[like]]
+    return own if own.still < own.dim else next((one for one in theirs.ropes if one.still < one.dim), own)
+
+
+def norm_weight(target: Decoder, name: str) -> Tensor:
+    """Weights of a norm of a target with their offset, float32; ones where it has no such norm."""
+    if f"{name}.weight" not in target.checkpoint:
+        return torch.ones(target.hidden_size, device=target.device)
+    stored = target.checkpoint.tensor(f"{name}.weight", torch.float32).to(target.device)
+    return stored + target.config.norm_offset
 
 
 @torch.no_grad()
@@ -219,7 +241,8 @@ def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) 
         number: which layer of the target.
         writes: scale of what it adds to the stream.
     """
-    at, offset = f"model.layers.{number}.", target.config.norm_offset
+    at = f"model.layers.{number}."
+    writes *= target.config.residual_scale
 
     def read(name: str) -> Tensor:
         return target.checkpoint.tensor(f"{at}{name}.weight", torch.float32).to(target.device)
@@ -233,4 +256,4 @@ def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) 
     before_mlp = "pre_feedforward" if target.config.sandwich_norms else "post_attention"
     for norm, theirs in ((layer.input_layernorm, "input"), (layer.post_attention_layernorm, before_mlp)):
         if isinstance(norm, Norm):  # some drafters leave one out
-            norm.weight.copy_(read(f"{theirs}_layernorm") + offset)
+            norm.weight.copy_(norm_weight(target, f"{at}{theirs}_layernorm"))

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from outpace.methods.dflash.net import BlockShape
 from outpace.models.decoder import Decoder
-from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns, take_layer
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, Turns, norm_weight, take_layer
 
 SMALL = 0.05
 """Scale of what a layer adds at the start: in the target it adds to a stream of length 20."""
@@ -159,7 +159,7 @@ def take(net: BlockNet, target: Decoder, base: int) -> None:
         net: overwritten.
         base: which of the features the context starts as.
     """
-    config, hidden, first = target.config, target.hidden_size, target.num_layers - len(net.layers)
+    hidden, first = target.hidden_size, target.num_layers - len(net.layers)
 
     def read(name: str) -> Tensor:
         return target.checkpoint.tensor(name, torch.float32).to(target.device)
@@ -168,13 +168,11 @@ def take(net: BlockNet, target: Decoder, base: int) -> None:
     parts = [torch.eye(hidden) * (tap == base) for tap in range(taps)]
     net.fc.weight.copy_(torch.cat(parts, 1))
     if masks:
-        net.hidden_norm.weight.copy_(
-            read(f"model.layers.{first}.input_layernorm.weight") + config.norm_offset
-        )
+        net.hidden_norm.weight.copy_(norm_weight(target, f"model.layers.{first}.input_layernorm"))
     else:
         net.token.weight.copy_(torch.eye(hidden) * 0.5)
         net.slots.weight.zero_()
     for number, module in enumerate(net.layers):
         # Rows that are masks start as next to nothing: all they guess by is what layers add.
         take_layer(cast(BlockLayer, module), target, first + number, 1.0 if masks else SMALL)
-    net.norm.weight.copy_((read("model.norm.weight") + config.norm_offset) * DOUBT)
+    net.norm.weight.copy_(norm_weight(target, "model.norm") * DOUBT)

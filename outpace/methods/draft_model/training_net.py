@@ -137,6 +137,7 @@ def shape_of(theirs: DecoderConfig, taken: Sequence[int], width: int | None) -> 
         rope_of_layer=tuple(theirs.rope_of_layer[i] for i in taken),
         tied_head=False,
         logit_softcap=None,
+        logit_scale=1.0,
     )
     if width is None:
         return shape

@@ -15,7 +15,7 @@ from outpace.drafters.trained import head_name
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
-from outpace.train.networks import Layer, Norm
+from outpace.train.networks import Layer, Norm, norm_weight
 
 SMALL = 0.1
 """Scale of the embedding's half of queries, keys and values at the start."""
@@ -88,8 +88,7 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
         start: ``last`` of the features, or their ``mean``.
     """
     stored, hidden = target.checkpoint, target.hidden_size
-    offset, at = target.config.norm_offset, f"model.layers.{layer}."
-    block = net.layer
+    at, block = f"model.layers.{layer}.", net.layer
 
     def read(name: str) -> Tensor:
         return stored.tensor(name, torch.float32).to(target.device)
@@ -100,7 +99,8 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
         weight = read(f"{at}self_attn.{one}_proj.weight")
         getattr(block.self_attn, f"{one}_proj").weight.copy_(torch.cat([SMALL * weight, weight], 1))
     for name in ("self_attn.o_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"):
-        block.get_parameter(f"{name}.weight").copy_(read(f"{at}{name}.weight"))
+        scale = target.config.residual_scale if name.endswith(("o_proj", "down_proj")) else 1.0
+        block.get_parameter(f"{name}.weight").copy_(scale * read(f"{at}{name}.weight"))
     before_mlp = "pre_feedforward" if target.config.sandwich_norms else "post_attention"
     for norm, name in (
         (block.input_layernorm, f"{at}input_layernorm"),
@@ -108,7 +108,7 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
         (block.hidden_norm, f"{at}input_layernorm"),
         (block.post_attention_layernorm, f"{at}{before_mlp}_layernorm"),
     ):
-        norm.weight.copy_(read(f"{name}.weight") + offset)
+        norm.weight.copy_(norm_weight(target, name))
     net.norm.weight.mul_(DOUBT)
     head_VH = read(head_name(target))
     net.lm_head.weight.copy_(head_VH if vocab is None else head_VH[vocab.to_target_D])

@@ -34,7 +34,7 @@ from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
 from outpace.models.rope import Rotation
-from outpace.models.rowwise import Norm, gated
+from outpace.models.rowwise import Norm, gated, heads_norm
 from outpace.models.seen import Seen
 
 _LAYER = "model.layers.0."
@@ -107,9 +107,8 @@ class Adapter:
         )
         self._head_norm = None
         if config.qk_norm:
-            query_W, key_W = (read(f"self_attn.{one}_norm.weight") for one in "qk")
-            each = [query_W] * config.num_heads + [key_W] * config.num_kv_heads
-            self._head_norm = norm(torch.stack(each))
+            query, key = (read(f"self_attn.{one}_norm.weight").to(self.device) for one in "qk")
+            self._head_norm = heads_norm(query, key, config)
         self._plan = self._listed()
 
     def _listed(self) -> Plan:

@@ -34,7 +34,7 @@ from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
-from outpace.train.networks import Attention, Norm, Turns
+from outpace.train.networks import Attention, Norm, Turns, rotating
 from outpace.train.objective import LAST, LossTraining, Objective, Step, judge_rows, write_drafter
 
 DOUBT = 0.5
@@ -81,7 +81,10 @@ class AdapterNet(nn.Module):
             own = f"model.layers.{layer}.{self.in_layer(name, config)}"
             if name == "norm.weight":
                 own = "model.norm.weight"
-            tensor.copy_(target.checkpoint.tensor(own, torch.float32))
+            if "layernorm" in own and own not in target.checkpoint:
+                continue  # it starts as ones
+            writes = config.residual_scale if own.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
+            tensor.copy_(writes * target.checkpoint.tensor(own, torch.float32))
         offset = config.norm_offset
         self.norm.weight.add_(offset).mul_(DOUBT).sub_(offset)
 
@@ -116,16 +119,18 @@ class KangarooObjective(Objective):
     def build(cls, config: KangarooTraining, target: Target, vocab: VocabMap | None) -> KangarooObjective:
         lent, layer = lender(target, cls.method, LAYERS, TAPS, HEAD), cls.exit_layer(config, target)
         theirs = lent.config
-        rope = theirs.ropes[theirs.rope_of_layer[layer]]
         shape = replace(
             theirs,
             num_layers=1,
             windows=(None,),
-            ropes=(rope,),
+            ropes=(rotating(theirs, layer),),
             rope_of_layer=(0,),
             sandwich_norms=False,
             embed_scale=1.0,
             attention_softcap=None,
+            residual_scale=1.0,
+            logit_scale=1.0,
+            pre_norms=True,
         )
         net = cls.Net(shape, lent.device).to(lent.device)
         net.take(lent, layer)

@@ -34,7 +34,7 @@ from outpace.models.families import DecoderConfig
 from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import EAGLE, Aligned, next_tokens, places
 from outpace.train.batches import Batch
-from outpace.train.networks import KeyValue, Layer, plain_shape, take_layer
+from outpace.train.networks import KeyValue, Layer, norm_weight, plain_shape, take_layer
 from outpace.train.objective import LAST, Step
 
 SMALL = 0.05
@@ -165,11 +165,8 @@ def read_features(layer: Layer, target: Decoder) -> None:
     A feature is behind the target's last norm, so one vector takes its rows from there to the layer's own.
     Without it values are five times too large, and the output projection learns in leaps.
     """
-    offset, at = target.config.norm_offset, f"model.layers.{target.num_layers - 1}.input_layernorm"
-    ours, theirs = (
-        target.checkpoint.tensor(f"{name}.weight", torch.float32).to(target.device) + offset
-        for name in (at, "model.norm")
-    )
+    at = f"model.layers.{target.num_layers - 1}.input_layernorm"
+    ours, theirs = (norm_weight(target, name) for name in (at, "model.norm"))
     least = LEAST * theirs.square().mean().sqrt()
     ratio_H = ours / torch.where(theirs.abs() < least, least.copysign(theirs), theirs)
     for name in ("q", "k", "v"):

@@ -39,7 +39,7 @@ from outpace.train.ahead import AheadTraining, LayerObjective
 from outpace.train.align import DRAFT_MODEL, EAGLE, Aligned, places, rows_at
 from outpace.train.batches import Batch, seed_of
 from outpace.train.losses import head_loss
-from outpace.train.networks import KeyValue, Layer, Norm, Turn, plain_shape, take_layer, turned
+from outpace.train.networks import KeyValue, Layer, Norm, Turn, norm_weight, plain_shape, take_layer, turned
 from outpace.train.objective import LAST, Step, draft_ids, target_laws
 from outpace.train.ranks import judge_ranks
 from outpace.train.temper import Tempering
@@ -115,15 +115,15 @@ class GlideModule(nn.Module):
     def take(self, target: Decoder, start: int, reads: int) -> None:
         """Begin as one layer of the target, which glimpses as another one attends."""
         take_layer(self.layer, target, start)
-        at, offset = f"model.layers.{reads}.", target.config.norm_offset
+        at = f"model.layers.{reads}."
 
         def read(name: str) -> Tensor:
             return target.checkpoint.tensor(f"{name}.weight", torch.float32).to(target.device)
 
         self.glimpse.q_proj.weight.copy_(read(f"{at}self_attn.q_proj"))
         self.glimpse.o_proj.weight.copy_(read(f"{at}self_attn.o_proj"))
-        self.glimpse_norm.weight.copy_(read(f"{at}input_layernorm") + offset)
-        self.norm.weight.copy_(DOUBT * (read("model.norm") + offset))
+        self.glimpse_norm.weight.copy_(norm_weight(target, f"{at}input_layernorm"))
+        self.norm.weight.copy_(DOUBT * norm_weight(target, "model.norm"))
 
 
 class GlideObjective(LayerObjective):

@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from outpace.errors import ModelError, shown
 from outpace.files import write_whole
 from outpace.models.base import Target
+from outpace.models.decoder import Decoder
 from outpace.models.fields import read_json
 from outpace.types import Feed, Riders
 
@@ -143,11 +144,11 @@ class Trial:
         self._guess_T = scored.logits_TV[first:].argmax(1)
         self._kept = [self._cosines(scored.taps, i, first) for i in range(target.num_layers)]
 
-    @staticmethod
-    def _cosines(taps: Mapping[str, Tensor], layer: int, first: int) -> tuple[float, float]:
+    def _cosines(self, taps: Mapping[str, Tensor], layer: int, first: int) -> tuple[float, float]:
         """How little the attention and the MLP of a layer turn the residual stream."""
         x_TH, y_TH = taps[f"hidden.{layer}"][first:], taps[f"hidden.{layer + 1}"][first:]
-        between_TH = x_TH + taps[f"attn_out.{layer}"][first:]
+        scale = self.target.config.residual_scale if isinstance(self.target, Decoder) else 1.0
+        between_TH = x_TH + scale * taps[f"attn_out.{layer}"][first:]
         first_T = F.cosine_similarity(x_TH, between_TH, dim=-1)
         second_T = F.cosine_similarity(between_TH, y_TH, dim=-1)
         return float(first_T.mean()), float(second_T.mean())

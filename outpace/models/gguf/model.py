@@ -318,8 +318,8 @@ def _rope(
     factor = read.maybe("rope.scaling.factor", zero=True) or 1.0
     said: dict[str, Any] = {"rope_type": "default" if kind == "none" else kind, "factor": factor}
     if kind == "yarn":
-        original = read.whole("rope.scaling.original_context_length")
-        said["original_max_position_embeddings"] = original or int(positions / factor)
+        stated = read.whole("rope.scaling.original_context_length")
+        said["original_max_position_embeddings"] = stated or int(positions / factor)
         said["beta_fast"] = read.maybe("rope.scaling.yarn_beta_fast")
         said["beta_slow"] = read.maybe("rope.scaling.yarn_beta_slow")
     return Rope.from_hf(said, theta=theta, dim=dim, max_positions=positions)

@@ -41,6 +41,7 @@ from outpace.models.hf.config import (
 )
 from outpace.models.hf.gather import GatherCache
 from outpace.models.hf.replay import ReplayCache, Track
+from outpace.models.layout import from_transformers
 from outpace.models.likeness import Likeness
 from outpace.models.memory import MemoryCheckpoint
 from outpace.types import Draft, Feed, Scored, VocabMap
@@ -211,7 +212,8 @@ class HFTarget(Target):
         """As of the own decoder's checkpoint; None where the family has no own decoder."""
         try:
             config = DecoderConfig.from_hf(self.model.config.to_dict())
-            return MemoryCheckpoint(config, self.model.state_dict(), name=self.name).likeness
+            tensors = from_transformers(config, self.model.state_dict())
+            return MemoryCheckpoint(config, tensors, name=self.name).likeness
         except ModelError:
             return None
 
