@@ -244,15 +244,15 @@ class _Pass:
         c, layers, (query, key) = self.config, self.config.num_layers, self.query_key
         w, a, r = self.widths.weight, self.widths.activation, self.widths.residual
         sandwich = layers if c.sandwich_norms else 0
-        normed = layers if c.qk_norm else 0
+        normed, kept = layers if c.qk_norm else 0, query + key if c.wide_qk_norm else 2 * c.head_dim
         stored = a * query + 2 * self.widths.cache * key
         rowwise, width = self.rowwise, c.hidden_size
         return [
             rowwise("embed", 1, 0, width * (w + r)),
-            rowwise("norm", 2 * layers + 1, 7 * width, width * (r + a), w * width),
+            rowwise("norm", 2 * layers * c.pre_norms + 1, 7 * width, width * (r + a), w * width),
             rowwise("norm after", 2 * sandwich, 7 * width, width * (a + r), w * width),
             *self.linear("qkv", layers, width, query + 2 * key, c.qkv_bias, stored),
-            rowwise("qk norm", normed, 7 * (query + key), 2 * a * (query + key), 2 * w * c.head_dim),
+            rowwise("qk norm", normed, 7 * (query + key), 2 * a * (query + key), w * kept),
             rowwise("rotate", layers, 3 * (query + key), 2 * a * (query + key)),
         ]
 

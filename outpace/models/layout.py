@@ -84,6 +84,25 @@ def settled(config: DecoderConfig, name: str, tensor: Tensor, dtype: torch.dtype
     return tensor if order is None else tensor[order]
 
 
+def to_transformers(config: DecoderConfig, read: Callable[[str], Tensor]) -> dict[str, Tensor]:
+    """What the model class of transformers has, from tensors as the decoder reads them.
+
+    Args:
+        read: gives a tensor by name.
+    """
+    out = {}
+    for name in config.tensor_shapes():
+        order, tensor = row_order(config, name), read(name)
+        if name == _LAST_NORM and config.logit_scale != 1.0:
+            tensor = (tensor.float() / config.logit_scale).to(tensor.dtype)
+        out[name] = tensor if order is None else tensor[order.argsort()]
+    for fused, parts in _FUSED.items() if config.family == "phi3" else ():
+        for layer in range(config.num_layers):
+            at = f"model.layers.{layer}."
+            out[f"{at}{fused}.weight"] = torch.cat([out.pop(f"{at}{part}.weight") for part in parts])
+    return out
+
+
 def from_transformers(config: DecoderConfig, state: Mapping[str, object]) -> dict[str, Tensor]:
     """The tensors of a model of transformers as the decoder reads them; views where they can be."""
     tensors = {name: one for name, one in state.items() if isinstance(one, Tensor)}

@@ -31,7 +31,7 @@ from outpace.models.hf.compare import apart
 from outpace.models.load import load_target
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.tiny import tiny
-from tests.models.making import gguf_metadata, gguf_name, hf_config, save_hf, write_gguf
+from tests.models.making import PHI3_LONG, gguf_metadata, gguf_name, hf_config, save_hf, write_gguf
 
 LONG = Settings(max_new_tokens=24)
 IDS = (5, 6, 7, 8) * 6
@@ -216,6 +216,8 @@ def rope(kind, **more):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
         ("qwen3", {}),
         ("gemma3", {"sliding_window": 5, "sliding_window_pattern": 2}),
+        *((family, {}) for family in ("gemma2", "granite", "smollm3", "phi3", "olmo2")),
+        ("phi3", PHI3_LONG),
     ],
 )
 def test_every_family_has_a_twin(family, changes):

@@ -1,12 +1,12 @@
 """Which targets, and so which caches, the suites run. A new kind of target adds a row."""
 
-from functools import cache
+from functools import cache, partial
 
 import torch
 
 from outpace.models.load import load_target
 from outpace.models.tiny import TableTarget, tiny
-from tests.models.making import hf_config, seq2seq
+from tests.models.making import LATER, hf_config, own_target, seq2seq
 
 
 @cache
@@ -14,8 +14,8 @@ def of_transformers(family):
     import transformers
 
     torch.manual_seed(0)
-    config = hf_config(family)
-    return load_target(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
+    model = transformers.AutoModelForCausalLM.from_config(hf_config(family), dtype=torch.float32).eval()
+    return load_target(model)
 
 
 def by_torch():
@@ -36,6 +36,7 @@ TARGETS = {
     "decoder": cache(lambda: tiny(layers=3)),
     "decoder, by torch": cache(by_torch),
     "some of its layers": cache(lambda: tiny(layers=3).variant(layers=[0, 2])),
+    **{family: partial(own_target, family) for family in LATER},
     "transformers": lambda: of_transformers("llama"),
     "transformers, with windows": lambda: of_transformers("gemma3"),
     "encoder-decoder, relative": lambda: encoder_decoder("t5"),

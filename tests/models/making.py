@@ -11,7 +11,9 @@ import tokenizers
 import torch
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.memory import MemoryCheckpoint
 from outpace.models.text import byte_alphabet
 
 CHAT_TEMPLATE = (
@@ -56,14 +58,14 @@ LATER: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "logits_scaling": 8.0,
     },
-    "smollm3": {"no_rope_layer_interval": 4},
+    "smollm3": {"no_rope_layer_interval": 2},
     "phi3": {"sliding_window": 24, "partial_rotary_factor": 0.75},
     "gemma2": {"sliding_window": 16, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 5.0},
     "olmo2": {},
 }
 """What is special of a family, in a small config of it."""
 
-LONG = {
+PHI3_LONG = {
     "hidden_size": 64,
     "head_dim": 16,
     "max_position_embeddings": 1024,
@@ -111,6 +113,20 @@ def save_hf(folder: Path, family: str, *, shard_size: str = "5GB", **changes: An
             torch.nn.init.uniform_(parameter, 0.5, 1.5)
     model.save_pretrained(folder, max_shard_size=shard_size)
     return model
+
+
+def own_target(family: str, seed: int = 0) -> Decoder:
+    """Make a small decoder whose texts are not all alike; logits have no cap."""
+    sizes = {"num_hidden_layers": 3, "max_position_embeddings": 4096}
+    capless = {"final_logit_softcapping": None} if family == "gemma2" else {}
+    config = DecoderConfig.from_hf(hf_config(family, **sizes, **capless).to_dict())
+    coins, tensors = torch.Generator().manual_seed(seed), {}
+    for name, shape in config.tensor_shapes().items():
+        tensors[name] = 0.5 + torch.rand(shape, generator=coins) - config.norm_offset
+        if len(shape) == 2:
+            spread = 3.0 if "lm_head" in name else 1.0 if "embed" in name else 2.0
+            tensors[name] = spread * shape[1] ** -0.5 * torch.randn(shape, generator=coins)
+    return Decoder.load(MemoryCheckpoint(config, tensors, name=family), dtype=torch.float32)
 
 
 def byte_level(merges: Sequence[tuple[str, str]] = ()) -> tokenizers.Tokenizer:

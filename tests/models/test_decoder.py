@@ -15,7 +15,7 @@ from outpace.models.hf.target import HFTarget
 from outpace.models.onednn import packing_works
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.types import Draft, Feed, Resume, Riders, VocabMap
-from tests.models.making import LONG, save_hf
+from tests.models.making import PHI3_LONG, save_hf
 
 VOCABULARY = 96
 LARGE = {"initializer_range": 0.3}
@@ -62,9 +62,9 @@ MODELS = {
     ),
     "gemma2": ("gemma2", {}),
     "granite": ("granite", {"attention_bias": True}),
-    "smollm3": ("smollm3", {"no_rope_layer_interval": 2}),
+    "smollm3": ("smollm3", {}),
     "phi3": ("phi3", {"head_dim": 16}),
-    "phi3_long": ("phi3", LONG),
+    "phi3_long": ("phi3", PHI3_LONG),
     "olmo2": ("olmo2", {}),
 }
 

@@ -273,6 +273,9 @@ def test_pre_tokenizers_are_the_models_own(name: str) -> None:
         ),
         ("qwen2", "a1 23\tb", "a|1|\u0120|2|3|\u0109b"),
         ("tekken", "helloWorld 42/\n", "hello|World|\u0120|4|2|/\u010a"),
+        ("dbrx", "I'LL 12345", "I|'LL|\u0120|123|45"),
+        ("refact", "it's 12", "it|'s|\u0120|1|2"),
+        ("gpt-4o", "I'LL helloWorld 1234/\n", "I'LL|\u0120hello|World|\u0120|123|4|/\u010a"),
         ("default", "a+b=1234 c", "a|+|b|=|123|4|\u0120c"),
     ],
 )

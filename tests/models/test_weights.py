@@ -24,7 +24,7 @@ from outpace.types import Feed
 from tests.models.making import (
     GGUF_TOKENS,
     HF_SIZES,
-    LONG,
+    PHI3_LONG,
     gguf_metadata,
     gguf_name,
     hf_config,
@@ -254,7 +254,9 @@ def test_gguf_models(arch: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["gemma2", "granite", "smollm3", "phi3", "phi3 longrope", "olmo2"])
 def test_a_gguf_file_says_what_its_folder_does(family: str, tmp_path: Path) -> None:
     family, _, longrope = family.partition(" ")
-    sizes = SIZES | {"num_hidden_layers": 4, "initializer_range": 0.2} | (LONG if longrope else {})
+    sizes = SIZES | {"num_hidden_layers": 4, "initializer_range": 0.2} | (PHI3_LONG if longrope else {})
+    if family == "smollm3":
+        sizes["no_rope_layer_interval"] = 4  # which no metadata say
     model = save_hf(tmp_path, family, **sizes)
     save_gguf(tmp_path / "m.gguf", family, model)
     save_gguf(tmp_path / "q.gguf", family, model, "Q8_0")

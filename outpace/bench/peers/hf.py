@@ -20,6 +20,7 @@ from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfi
 from outpace.models.fields import brief
 from outpace.models.hf.compare import apart
 from outpace.models.hf.target import HFTarget
+from outpace.models.layout import to_transformers
 from outpace.models.rope import Rope
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
@@ -32,7 +33,12 @@ _CLASSES = {
     "mistral": "Mistral",
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
     "gemma3": "Gemma3Text",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
 }
 
 
@@ -103,13 +109,14 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     kind = _CLASSES["mistral" if windowed else config.family]
     shape = getattr(transformers, f"{kind}Config")(dtype=dtype, **_settings(config))
     # Gemma's norms add 1 to weights that a GGUF file stores with the 1 in them.
-    extra = 1.0 if config.family == "gemma3" and config.norm_offset == 0 else 0.0
-    weights = {}
-    for name in config.tensor_shapes():
+    extra = 1.0 if config.family in ("gemma2", "gemma3") and config.norm_offset == 0 else 0.0
+
+    def read(name: str) -> torch.Tensor:
         if extra and "norm" in name:
-            weights[name] = (checkpoint.tensor(name, torch.float32) - extra).to(dtype)
-        else:
-            weights[name] = checkpoint.tensor(name, dtype)
+            return (checkpoint.tensor(name, torch.float32) - extra).to(dtype)
+        return checkpoint.tensor(name, dtype)
+
+    weights = to_transformers(config, read)
     made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     with quiet():
         model, told = made.from_pretrained(
@@ -144,7 +151,7 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
 
     They need not be right for every checkpoint that our decoder can read: the twin is tried.
     """
-    first = config.ropes[0]
+    first = next((one for one in config.ropes if one.still < one.dim), config.ropes[0])
     out: dict[str, Any] = {
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
@@ -174,16 +181,37 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
             "attn_logit_softcapping": config.attention_softcap,
             "final_logit_softcapping": config.logit_softcap,
         }
+    if config.family == "gemma2":
+        return out | {
+            "layer_types": kinds,
+            "sliding_window": window,
+            "hidden_activation": HF_ACTIVATIONS[config.activation],
+            "query_pre_attn_scalar": round(config.attention_scale**-2),
+            "attention_bias": config.qkv_bias,
+            "attn_logit_softcapping": config.attention_softcap,
+            "final_logit_softcapping": config.logit_softcap,
+        }
     out["hidden_act"] = HF_ACTIVATIONS[config.activation]
     if config.family in ("qwen2", "qwen3"):
         out |= {"layer_types": kinds, "sliding_window": window}
         out["use_sliding_window"] = window is not None
     elif window or config.family == "mistral":
         out["sliding_window"] = window
-    if config.family == "llama":
+    if config.family in ("llama", "granite", "smollm3"):
         out["mlp_bias"] = config.mlp_bias
-    if config.family in ("llama", "qwen3"):
+    if config.family in ("llama", "qwen3", "granite", "smollm3", "olmo2"):
         out["attention_bias"] = config.qkv_bias
+    if config.family == "granite":
+        out["embedding_multiplier"] = config.embed_scale
+        out["attention_multiplier"] = config.attention_scale
+        out["residual_multiplier"] = config.residual_scale
+        out["logits_scaling"] = 1 / config.logit_scale
+    if config.family == "smollm3":
+        turning = [config.ropes[number].still < config.head_dim for number in config.rope_of_layer]
+        out |= {"no_rope_layers": [int(one) for one in turning], "layer_types": kinds}
+        out["use_sliding_window"] = window is not None
+    if config.family == "phi3":
+        out["original_max_position_embeddings"] = first.original_max_positions or config.max_positions
     return out
 
 
@@ -193,7 +221,12 @@ def _rope(rope: Rope) -> dict[str, Any]:
     out: dict[str, Any] = {"rope_type": kind, "rope_theta": rope.theta}
     if kind != "default":
         out["factor"] = rope.factor
-    if kind in ("llama3", "yarn", "dynamic"):
+    if rope.still:
+        out["partial_rotary_factor"] = 1 - rope.still / rope.dim
+    if kind == "longrope":
+        out |= {name: list(rope.divisors) for name in ("short_factor", "long_factor")}
+        out["attention_factor"] = rope.attention_factor
+    if kind in ("llama3", "yarn", "dynamic", "longrope"):
         out["original_max_position_embeddings"] = rope.original_max_positions
     if kind == "llama3":
         out["low_freq_factor"] = rope.low_freq_factor

@@ -12,6 +12,7 @@ from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.loop import LoopConfig, train
 from outpace.types import Feed
+from tests.models.making import LATER, own_target
 from tests.train.texts import Listed, most_used, written
 
 
@@ -25,10 +26,10 @@ def batches(target):
     return [written(target, 12, seed=seed) for seed in range(3)]
 
 
-def test_all_layers_of_the_target_are_the_target(target, batches):
-    """Same laws as its own passes, whatever rows are computed in the last layer."""
-    whole = Trainee.build(Options(layers=2), target, None)
-    batch, aligned = batches[0], Aligned(batches[0], DRAFT_MODEL)
+def the_target_itself(target, batch):
+    """All of its layers, which say what its own passes do, whatever rows are computed in the last one."""
+    whole = Trainee.build(Options(layers=target.num_layers), target, None)
+    aligned = Aligned(batch, DRAFT_MODEL)
     with torch.no_grad():
         hidden_BAW = whole.hidden(batch, aligned)
         z_BAV = hidden_BAW @ whole.head().T
@@ -41,6 +42,18 @@ def test_all_layers_of_the_target_are_the_target(target, batches):
             row = int(aligned.place_BA[b, a])
             torch.testing.assert_close(z_BAV[b, a], logits_TV[row], atol=2e-4, rtol=2e-4)
             torch.testing.assert_close(hidden_BAW[b, a], every_BTW[b, row])
+    return whole
+
+
+@pytest.mark.parametrize("family", LATER)
+def test_all_layers_are_the_target_in_every_family(family):
+    target = own_target(family)
+    the_target_itself(target, written(target, 6, seed=0))
+
+
+def test_all_layers_of_the_target_are_the_target(target, batches):
+    batch = batches[0]
+    whole = the_target_itself(target, batch)
     step = whole.evaluate(batch)
     assert torch.equal(step.accepted_by_depth, step.counted_by_depth), "it guesses everything"
     assert step.counted_by_depth[0] > step.counted_by_depth[4] > 0
