@@ -26,7 +26,10 @@ from outpace.models.rope import Rope
 
 DTYPE = torch.bfloat16
 """Of everything that is written."""
-_CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
+_CLASSES = {
+    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2",
+    "gemma3": "Gemma3", "granite": "Granite", "smollm3": "SmolLM3", "phi3": "Phi3", "olmo2": "Olmo2",
+}
 
 
 def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
@@ -91,6 +94,8 @@ def _scaling(rope: Rope) -> dict[str, Any] | None:
     """``rope_scaling`` as transformers 4 and 5 read it."""
     if rope.kind == "default":
         return None
+    if rope.kind == "longrope":
+        raise ModelError("no config can say longrope here: its factors for longer texts are not read")
     out: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
     if rope.kind in ("llama3", "yarn"):
         out["original_max_position_embeddings"] = rope.original_max_positions

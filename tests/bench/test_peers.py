@@ -224,6 +224,7 @@ def test_every_family_has_a_twin(family, changes):
     target = own(family, **changes)
     twin = hf_peer.transformers_twin(target)
     assert apart(twin, target)[0] < 1e-4
+    assert load_target(twin).likeness.difference(target.likeness) is None
     assert twin.generation_config.eos_token_id is None
 
 

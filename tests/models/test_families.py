@@ -1,6 +1,7 @@
 """Configs against transformers: rotary tables, every family, every feature refused by name."""
 
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +13,10 @@ from outpace.errors import ModelError
 from outpace.models.defaults import GenerationDefaults
 from outpace.models.families import DecoderConfig
 from outpace.models.rope import KINDS, Rope
-from tests.models.making import HF_SIZES, hf_config
+from tests.models.making import HF_SIZES, LATER, hf_config
 
 LLAMA: dict[str, Any] = {"model_type": "llama", **HF_SIZES}
+PHI3: dict[str, Any] = {"model_type": "phi3", **HF_SIZES}
 
 SCALINGS: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
@@ -87,6 +89,25 @@ def test_plain_and_divided_frequencies() -> None:
         ),
         ("qwen3", {"head_dim": 16}, {"qk_norm": True, "head_dim": 16, "attention_scale": 0.25}),
         (
+            "granite",
+            {"mlp_bias": True},
+            {"embed_scale": 12.0, "residual_scale": 0.22, "attention_scale": 0.2, "logit_scale": 0.125}
+            | {"mlp_bias": True},
+        ),
+        ("smollm3", {}, {"rope_of_layer": (0, 1, 0, 1), "windows": (None,) * 4}),
+        (
+            "smollm3",
+            {"use_sliding_window": True, "sliding_window": 8, "no_rope_layers": [1, 1, 0, 1]},
+            {"rope_of_layer": (0, 0, 1, 0), "windows": (None, None, 8, None)},
+        ),
+        ("phi3", {}, {"windows": (24,) * 4, "qkv_bias": False, "max_positions": 256}),
+        (
+            "gemma2",
+            {},
+            {"windows": (16, None) * 2, "attention_softcap": 5.0, "logit_softcap": 30.0, "norm_offset": 1.0},
+        ),
+        ("olmo2", {}, {"pre_norms": False, "sandwich_norms": True, "qk_norm": True, "wide_qk_norm": True}),
+        (
             "gemma3",
             {"sliding_window": 8, "query_pre_attn_scalar": 16, "final_logit_softcapping": 30.0},
             {
@@ -155,6 +176,12 @@ def test_what_stretching_does_to_the_context() -> None:
         (LLAMA | {"rope_scaling": {"type": "linear"}}, "lacks 'factor'"),
         (LLAMA | {"rope_scaling": {"type": "yarn", "factor": "x"}}, "'factor' must be"),
         (LLAMA | {"layer_types": ["chunked_attention"] * 4}, "chunked_attention"),
+        (PHI3 | {"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5"),
+        (
+            PHI3 | {"rope_scaling": {"type": "su", "short_factor": [1.0]}},
+            "4 numbers as short_factor, got [1.0]",
+        ),
+        (HF_SIZES | {"model_type": "smollm3", "no_rope_layers": [1, 2]}, "no_rope_layers must hold 4 times"),
         ({"model_type": "gemma3_text", **HF_SIZES, "use_bidirectional_attention": True}, "not causal"),
     ],
 )
@@ -168,11 +195,21 @@ def test_bad_configs_are_one_line(config: dict[str, Any], words: str) -> None:
 def test_tensor_shapes_are_what_transformers_saves() -> None:
     import transformers
 
-    for family in ("llama", "qwen2", "qwen3", "gemma3"):
+    for family in ("llama", "qwen2", "qwen3", "gemma3", *LATER):
+        if family == "phi3":
+            continue  # which fuses some
         theirs = hf_config(family)
         model = transformers.AutoModelForCausalLM.from_config(theirs)
         want = {name: tuple(p.shape) for name, p in model.named_parameters()}
         assert DecoderConfig.from_hf(theirs.to_dict()).tensor_shapes() == want
+
+
+def test_digests_of_older_families_stay() -> None:
+    """What later families added is said only where it says something."""
+    config = DecoderConfig.from_hf(LLAMA)
+    assert config.stamp == repr(config) and "residual" not in config.stamp
+    for later in ({"residual_scale": 0.5}, {"ropes": (replace(config.ropes[0], still=2),)}):
+        assert replace(config, **later).stamp != config.stamp
 
 
 def test_generation_defaults() -> None:
