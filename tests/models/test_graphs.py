@@ -66,7 +66,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(packed, "works", lambda: False)
 
 
-@pytest.fixture(scope="module", params=["llama", "gemma3"])
+@pytest.fixture(scope="module", params=["llama", "gemma3", "granite", "olmo2"])
 def folder(request, tmp_path_factory):
     path = tmp_path_factory.mktemp(request.param)
     changes = GEMMA if request.param == "gemma3" else {}

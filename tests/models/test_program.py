@@ -133,9 +133,10 @@ def test_the_number_of_threads_changes_no_bit(made, dtype, threads, monkeypatch)
     assert all(torch.equal(x, y) for x, y in zip(everything(compiled), want, strict=True))
 
 
-def test_a_row_gets_the_same_bits_in_any_company(made):
+@pytest.mark.parametrize("name", ["mistral", "gemma2", "granite", "smollm3", "phi3", "olmo2"])
+def test_a_row_gets_the_same_bits_in_any_company(made, name):
     for dtype in (torch.float32, torch.bfloat16):
-        compiled, _ = made("mistral", dtype)
+        compiled, _ = made(name, dtype)
         cache = begun(compiled)
         tokens = list(range(40))
         whole = compiled.score([Feed.chain(1, [3, 4]), Feed.chain(0, tokens)], cache).of(1).logits_TV.clone()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from outpace.models import rowwise
-from outpace.models.rowwise import Norm, gated
+from outpace.models.rowwise import Norm, gated, heads_norm
 
 needs_code = pytest.mark.skipif(rowwise._code() is None, reason="C cannot be compiled for this machine")
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -52,6 +52,22 @@ def test_a_sum_and_its_norm(dtype, count, width, scale, monkeypatch):
             torch.testing.assert_close(got, want, rtol=4 * ULP[got.dtype], atol=0.0)
     added = rows(count, width) + more.float()
     assert torch.equal(work(more)[0], added) == (scale == 1.0), "a sum of two numbers has one result"
+
+
+def test_a_norm_over_all_heads_of_a_kind():
+    config = SimpleNamespace(
+        norm_offset=0.0, norm_eps=1e-2, residual_scale=1.0, num_heads=3, num_kv_heads=2, head_dim=8
+    )
+    config.wide_qk_norm = True
+    weight, x_TXD = rows(1, 40, 3).view(5, 8), rows(50, 40).view(10, 5, 40)[..., :8]
+    norm = heads_norm(weight[:3], weight[3:], config)
+    got = norm(x_TXD, x_TXD.clone())
+    for part in (slice(3), slice(3, 5)):
+        flat_TY = x_TXD[:, part].flatten(1)
+        want = torch.nn.functional.rms_norm(flat_TY, flat_TY.shape[1:], weight[part].flatten(), 1e-2)
+        torch.testing.assert_close(got[:, part].flatten(1), want)
+    for row in range(10):
+        assert torch.equal(norm(x_TXD[row : row + 1])[0], got[row]), "whatever is beside it"
 
 
 @needs_code
