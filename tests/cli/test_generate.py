@@ -233,6 +233,17 @@ def test_what_a_model_was_made_into_is_said(outpace):
     assert note.startswith("outpace: ") and "float32" in note and "Q4_1" in note
 
 
+def test_ids_that_there_are_not_are_said_before_what_the_model_is(outpace):
+    for command in (("generate", "hi"), ("chat",)):
+        ran = outpace(*command, "--ban-token-id", "9999999")
+        assert ran.code == 2 and ran.err.startswith("outpace: error: banned_tokens holds token 9999999")
+
+
+def test_logprobs_are_bounded_as_those_of_the_server(outpace):
+    ran = outpace(*TINY, "--json", "--logprobs", "21", PROMPT)
+    assert ran.code == 2 and ran.err == "outpace: error: --logprobs must be at most 20, got 21\n"
+
+
 def test_a_wrong_tree_is_told_whoever_drafts(outpace):
     for drafter in ("auto", "suffix"):
         ran = outpace("generate", "a b", "--model", "tiny", "--drafter", drafter, "--tree", "4x")
