@@ -159,7 +159,7 @@ def predict(
 
 
 def _check_room(shape: Planned, prompt: int, context: int, rows: int) -> None:
-    """Raise RequestError unless the model has positions for a prompt, and for a context and rows behind it."""
+    """Raise RequestError unless a prompt fits, and a context with rows behind it."""
     room = shape.config.max_positions
     if prompt > room:
         raise RequestError(f"--prompt must be at most {room}, the positions of {shape.name}, got {prompt}")
