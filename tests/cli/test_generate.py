@@ -199,6 +199,8 @@ def test_explain_tells_who_drafted_when_and_what_it_brought(outpace, drafter):
 def test_explain_of_a_single_token_says_that_there_is_nothing(outpace):
     ran = outpace(*TINY, "--explain", "--max-new-tokens", "1", PROMPT)
     assert ran.code == 0 and "nothing to explain" in ran.err.splitlines()[-1]
+    ran = outpace(*TINY, "--explain", "--max-new-tokens", "2", "--drafter", "none", PROMPT)
+    assert ran.code == 0 and "\n 1 " in ran.err and "1-1" not in ran.err
 
 
 def test_explain_writes_a_plot_and_its_figures(outpace, tmp_path, monkeypatch):
