@@ -6,7 +6,7 @@ Everything is priced in tokens: seconds times the tokens per second that are to 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from typing import NamedTuple
@@ -38,11 +38,15 @@ class Offer(NamedTuple):
     """Tokens that a lookup promised; 0 of others."""
 
 
-class Prices:
-    """What a step may add, in tokens that it must bring.
+_NEAR = 1.1
+"""Rates that differ by less count as one, so that what was weighed at it holds."""
+
+
+class Seconds:
+    """What a step may add, in seconds.
 
     Args:
-        costs: in seconds.
+        costs: of the machine.
         own: sequences of this policy.
         guesses: of the last step.
 
@@ -51,20 +55,51 @@ class Prices:
 
     def __init__(self, costs: Costs, load: Load, own: int, guesses: int) -> None:
         batch, rows = load.batch, own + load.beside
+        self.batch = batch
         self.foreseen = costs.foreseen(batch)  # guesses of a pass whose cost is foreseen
         self.plain, *more = costs.passes(rows, load.context, batch, min(self.foreseen, costs.tuning.most))
-        self.none = none = batch / self.plain  # tokens per second of steps without drafts
-        self.rate = rate = max(none, costs.lately(batch))  # to beat
         # Of all sequences together. The first rows more may cost as much as several.
-        self.pass_R = self.row_R = tuple(
-            accumulate([rate * (s - self.plain) for s in (self.plain, *more)], max)
-        )
+        self.pass_R = self.row_R = list(accumulate([s - self.plain for s in (self.plain, *more)], max))
         if batch > 1:  # one sequence pays its share of what all guesses take
             many = max(batch // 2, guesses)
-            one = rate * max(0.0, costs.passed(rows + many, load.context, batch) - self.plain) / many
-            self.row_R = tuple([one * n for n in range(len(self.pass_R))])
-        self._price = cache(lambda drafter, sequences, n: rate * costs.price(drafter, sequences, n))
-        self._idle = cache(lambda reason: Plan(NONE, NOTHING, Choice(reason, {NONE: none})))
+            one = max(0.0, costs.passed(rows + many, load.context, batch) - self.plain) / many
+            self.row_R = [one * n for n in range(len(self.pass_R))]
+        self.draft = cache(costs.price)
+        self._at: dict[int, Prices] = {}
+
+    def at(self, pace: int) -> Prices:
+        """What that is in tokens, at a rate of ``_NEAR ** pace`` times that of plain decoding."""
+        if pace not in self._at:
+            self._at[pace] = Prices(self, pace)
+        return self._at[pace]
+
+
+class Prices:
+    """What a step may add, in tokens: seconds times the tokens per second that it has to bring.
+
+    Shape letters: R rows more.
+    """
+
+    def __init__(self, seconds: Seconds, pace: int) -> None:
+        self.batch, self.plain, self.foreseen = seconds.batch, seconds.plain, seconds.foreseen
+        self.none = seconds.batch / seconds.plain  # tokens per second of steps without drafts
+        self.rate = rate = self.none * _NEAR**pace
+        self.pass_R = self.row_R = tuple([rate * s for s in seconds.row_R])
+        if seconds.batch > 1:
+            self.pass_R = tuple([rate * s for s in seconds.pass_R])
+        self._draft = seconds.draft
+        self._idle = cache(lambda reason: Plan(NONE, NOTHING, Choice(reason, {NONE: self.none})))
+
+    def pace(self, offers: Iterable[Offer]) -> int:
+        """At which rate a step with these drafts emits; see ``Seconds.at``."""
+        kept = price = 0.0
+        users: dict[str, list[float]] = {}
+        for one in offers:
+            kept, price = kept + one.kept, price + one.kept - one.gain
+            users.setdefault(one.drafter, []).append(one.levels)
+        price += sum([self.draft(name, max(levels), len(levels)) for name, levels in users.items()])
+        over = (1.0 + kept / self.batch) / (1.0 + price / (self.rate * self.plain))
+        return max(0, round(math.log(over) / math.log(_NEAR)))
 
     def draft(self, drafter: str, levels: float, sequences: int = 1) -> float:
         """Of a draft with so many levels, for so many sequences together."""
@@ -73,8 +108,8 @@ class Prices:
 
     def _levels(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
         """Of the first level of a draft, and of each further one."""
-        first = self._price(drafter, sequences, 1)
-        return first, self._price(drafter, sequences, 2) - first
+        first = self._draft(drafter, sequences, 1.0)
+        return self.rate * first, self.rate * (self._draft(drafter, sequences, 2.0) - first)
 
     def look_up(self, name: str, preview: Sequence[float], limit: Budget, scale: float) -> Offer:
         """The best draft of a lookup that says what chances its guesses have; ``scale`` corrects them."""
