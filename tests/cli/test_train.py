@@ -304,3 +304,4 @@ def test_a_dry_run_thinks_of_few_prompts(outpace, data_folder, monkeypatch):
     assert ran.code == 0, ran.err
     assert asked == [45, 10, 10], "prompts, then answers to one in three, then what the user says to those"
     assert "prompts: 30/30" in ran.err and "nothing was started" in ran.out and not data_folder.exists()
+    assert ": prompts 0:00:0" in ran.out, "the time that it takes to write them counts"
