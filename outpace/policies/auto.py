@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import PAGE, Costs
-from outpace.policies.offers import NONE, Offer, Prices, Seconds
+from outpace.policies.offers import NONE, Menu, Offer, Prices, Seconds, Size
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
 
@@ -36,18 +36,17 @@ class AutoConfig:
     """No settings: what depends on machine, model and text is measured."""
 
 
-class Menu(NamedTuple):
-    """What a drafter offers to one sequence, and what that follows from."""
+class Weighed(NamedTuple):
+    """Drafts that a drafter may be asked for, for one sequence, and what that follows from."""
 
-    prices: Prices
+    seconds: Seconds
     room: int
     """Levels that the sequence has room for."""
-    offers: Sequence[Offer]
-    """The ones that gain most with 1, 2, ... levels at most."""
-    read: float = 0.0
-    """Tokens that the text costs that the drafter has to read first."""
-    best: Offer | None = None
-    """The one that gains most, less its levels, for one sequence."""
+    sizes: Sequence[Size]
+    read: float
+    """Seconds of what the drafter has to read first."""
+    menus: dict[int, Menu]
+    """By rate; see ``Seconds.at``."""
 
 
 @dataclass(slots=True)
@@ -61,8 +60,8 @@ class State:
     asked: Offer | None = None
     quiet: int = 0
     """Plans in a row that led to no draft, up to a limit. It is planned for in one of 2**quiet steps."""
-    menus: dict[tuple[str, int], Menu] = field(default_factory=dict)
-    """Drafter and rate -> what it offers, as it was weighed last."""
+    weighed: dict[str, Weighed] = field(default_factory=dict)
+    """Drafter -> what it offers, as it was weighed last."""
 
 
 class Auto(Policy):
@@ -103,10 +102,10 @@ class Auto(Policy):
         seconds = self._timed(len(rows), load)
         for _ in range(_TRIES):
             prices = seconds.at(self._pace)
-            previewed, asked = self._offered(rows, awake, prices, load)
+            previewed, asked = self._offered(rows, awake, seconds, load)
             chosen = self._best(previewed, asked, prices)
             before, self._pace = self._pace, prices.pace(chosen.values())
-            if self._pace == before:
+            if abs(self._pace - before) <= 1:
                 break
         self._wait -= 1.0
         tried = None
@@ -116,7 +115,7 @@ class Auto(Policy):
             }
             tried = self._trial({**idle, **asked}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
-        if tried is not None or 2 * self._guesses > prices.foreseen:
+        if tried is not None or 2 * self._guesses > seconds.foreseen:
             self._seconds.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
@@ -144,11 +143,12 @@ class Auto(Policy):
         return prices.paying(chosen) if prices.batch > 1 else chosen
 
     def _offered(
-        self, rows: Sequence[PolicyRow], awake: Sequence[int], prices: Prices, load: Load
+        self, rows: Sequence[PolicyRow], awake: Sequence[int], seconds: Seconds, load: Load
     ) -> tuple[dict[str, dict[int, Menu]], dict[str, dict[int, Menu]]]:
         """By drafter and sequence: offers of those that preview their drafts, and of those that do not."""
         previewed: dict[str, dict[int, Menu]] = {}
         asked: dict[str, dict[int, Menu]] = {}
+        prices = seconds.at(self._pace)
         for i in awake:
             self._told |= rows[i].previews.keys()
         for i, row in enumerate(rows):
@@ -157,9 +157,9 @@ class Auto(Policy):
                 if preview:
                     scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
                     offer = prices.look_up(name, preview, row.limit, scale)
-                    previewed.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
+                    previewed.setdefault(name, {})[i] = Menu((offer,))
                 elif name not in self._told and budget.max_nodes and name != NONE:
-                    menu = self._menu(row, name, prices, load)
+                    menu = self._menu(row, name, seconds, load)
                     if menu.best is not None:
                         asked.setdefault(name, {})[i] = menu
         return previewed, asked
@@ -174,17 +174,19 @@ class Auto(Policy):
             self._seconds[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), seconds
         return seconds
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
-        """Offers hold as long as prices do."""
-        state, budget = row.state, row.drafters[name]
+    def _menu(self, row: PolicyRow, name: str, seconds: Seconds, load: Load) -> Menu:
+        """Drafts are weighed as often as seconds are read."""
+        state, budget, prices = row.state, row.drafters[name], seconds.at(self._pace)
         room = min(row.limit.max_depth, budget.max_depth)
-        menu: Menu | None = state.menus.get((name, self._pace))
-        if menu is None or menu.prices is not prices or menu.room != room:
-            read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
-            here = self._here(state, name)
-            offers = prices.offers(name, budget, row.limit, self._pool(state, name), here, read)
-            best = max(offers, key=lambda one: one.gain - prices.draft(name, one.levels), default=None)
-            state.menus[name, self._pace] = menu = Menu(prices, room, offers, read, best)
+        weighed: Weighed | None = state.weighed.get(name)
+        if weighed is None or weighed.seconds is not seconds or weighed.room != room:
+            read = 0.0 if name in state.here else self.costs.reading(name, load.context)
+            sizes = seconds.sizes(budget, row.limit, self._pool(state, name), self._here(state, name))
+            weighed = state.weighed[name] = Weighed(seconds, room, sizes, read, {})
+        menu = weighed.menus.get(self._pace)
+        if menu is None:
+            menu = prices.menu(name, weighed.sizes, weighed.read, max(1, row.limit.max_depth))
+            weighed.menus[self._pace] = menu
         return menu
 
     def _together(
