@@ -39,7 +39,7 @@ _OFF: Mapping[str, tuple[str, Any]] = {
 class _PlainRate(Auto):
     """The throughput to beat is that of plain decoding."""
 
-    _pace = property(lambda self: 0, lambda self, pace: None)  # type: ignore[assignment]
+    _pace = property(lambda self: 0, lambda self, pace: None)
 
 
 class _Straight(Passes):
