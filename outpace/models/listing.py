@@ -86,10 +86,10 @@ class Lister:
             if not block.has_mlp:
                 continue
             self._norm(block.mlp_norm, STREAM, NORMED, added)
-            self._product(block.gate_up, NORMED, WIDE)
-            width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
+            self._product(block.dense.gate_up, NORMED, WIDE)
+            width, kind = block.dense.widest, KINDS[self._config.activation]
             self._op(GATE, from_=WIDE, to=GATED, width=width, index=kind)
-            self._product(block.down, GATED, ADDED)
+            self._product(block.dense.down, GATED, ADDED)
             if block.after_mlp is not None:
                 self._norm(block.after_mlp, ADDED, ADDED)
             added = ADDED

@@ -97,7 +97,8 @@ class Programs:
             fits(shape, embed.dtype, embed.device)
             and config.hidden_size % LANES == 0
             and all(one.product is not None for block in blocks for one in block.linears)
-            and all(block.gate_up.outputs % (2 * LANES) == 0 for block in blocks)
+            and config.mixture is None
+            and all(block.mlp.widest % LANES == 0 for block in blocks)
             and ends.head.product is not None
         )
 

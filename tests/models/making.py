@@ -48,6 +48,17 @@ HF_SIZES: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
+}
+
+
 def hf_config(family: str, **changes: Any) -> Any:
     """Make a small config object of transformers."""
     import transformers
@@ -58,8 +69,10 @@ def hf_config(family: str, **changes: Any) -> Any:
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "gemma3": transformers.Gemma3TextConfig,
+        "mixtral": transformers.MixtralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
-    return kinds[family](**(HF_SIZES | changes))
+    return kinds[family](**(HF_SIZES | EXPERTS.get(family, {}) | changes))
 
 
 def save_hf(folder: Path, family: str, *, shard_size: str = "5GB", **changes: Any) -> Any:

@@ -22,6 +22,8 @@ MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": 24}),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
     "gemma3": (
         "gemma3",
         {

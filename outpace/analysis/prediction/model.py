@@ -88,10 +88,7 @@ class Planned:
 
     def cut(self, layers: int) -> Planned:
         """The same with its first layers alone."""
-        c = self.config
-        config = replace(
-            c, num_layers=layers, windows=c.windows[:layers], rope_of_layer=c.rope_of_layer[:layers]
-        )
+        config = self.config.of_layers(range(layers))
         held = {name: several if name == "head" else several[:layers] for name, several in self.held.items()}
         return replace(self, config=config, held=held)
 

@@ -130,14 +130,7 @@ def shape_of(theirs: DecoderConfig, taken: Sequence[int], width: int | None) -> 
     Raises:
         ModelError: a width that is no multiple of the target's head width.
     """
-    shape = replace(
-        theirs,
-        num_layers=len(taken),
-        windows=tuple(theirs.windows[i] for i in taken),
-        rope_of_layer=tuple(theirs.rope_of_layer[i] for i in taken),
-        tied_head=False,
-        logit_softcap=None,
-    )
+    shape = replace(theirs.of_layers(taken), mixture=None, tied_head=False, logit_softcap=None)
     if width is None:
         return shape
     if width < theirs.head_dim or width % theirs.head_dim:
