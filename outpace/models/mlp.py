@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from outpace.errors import ModelError
+from outpace.kernels.compiled import LANES
 from outpace.models.families import DecoderConfig
 from outpace.models.mixtures import ROUTER, Mixture
 from outpace.models.packed import Linear
@@ -41,9 +41,13 @@ class Dense:
         return self.gate_up.nbytes + self.down.nbytes
 
     @property
-    def widest(self) -> int:
-        """Numbers that are gated together."""
+    def width(self) -> int:
         return self.gate_up.outputs // 2
+
+    @property
+    def in_one_call(self) -> bool:
+        """Whether compiled code can run it as part of a pass."""
+        return self.width % LANES == 0
 
     def operands(self) -> list[tuple[Linear, int]]:
         """Matrices, and how many times they multiply a row of the pass."""
@@ -55,17 +59,14 @@ class Dense:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Experts:
-    """A mixture of experts.
-
-    Args:
-        router: gives a score per expert; float32, whatever the others are.
-        gate_up: of each expert; all are alike in shape and in types of weights.
-    """
+    """A mixture of experts."""
 
     mixture: Mixture
     router: Linear
+    """Gives a score per expert; float32, whatever the others are."""
     gate_up: tuple[Linear, ...]
     down: tuple[Linear, ...]
+    _listed: dict[str, ctypes.Array[Matrix]] = field(default_factory=dict)
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -78,14 +79,25 @@ class Experts:
         return self.router.nbytes + self.mixture.chosen * each
 
     @property
-    def widest(self) -> int:
-        """Numbers that are gated together."""
-        return self.mixture.width
+    def in_one_call(self) -> bool:
+        """Whether compiled code can run it as part of a pass: of all experts with one list of numbers."""
+        kinds = {
+            tuple(part.kind for one in linears if one.product is not None for part in one.product.parts)
+            for linears in zip(self.gate_up, self.down, strict=True)
+        }
+        return self.mixture.width % LANES == 0 and len(kinds) == 1
 
     def operands(self) -> list[tuple[Linear, int]]:
         """Matrices, and how many times they multiply a row of the pass."""
         times = self.mixture.chosen
         return [(self.router, 1), (self.gate_up[0], times), (self.down[0], times)]
+
+    def matrices(self, which: str) -> tuple[int, int]:
+        """For compiled code: where the matrices of all experts are listed, and how many an expert has."""
+        products = [one.product for one in getattr(self, which)]
+        parts = [matrix for product in products for matrix in product.matrices]
+        listed = self._listed.setdefault(which, (Matrix * len(parts))(*parts))
+        return ctypes.addressof(listed), len(parts) // len(products)
 
     def __call__(self, x_TH: Tensor, activation: str) -> Tensor:
         """Give [T, H], float32."""

@@ -97,8 +97,7 @@ class Programs:
             fits(shape, embed.dtype, embed.device)
             and config.hidden_size % LANES == 0
             and all(one.product is not None for block in blocks for one in block.linears)
-            and config.mixture is None
-            and all(block.mlp.widest % LANES == 0 for block in blocks)
+            and all(block.mlp.in_one_call for block in blocks)
             and ends.head.product is not None
         )
 
@@ -268,7 +267,7 @@ class Programs:
         """Memory for a pass; one in another thread meanwhile has its own."""
         buffers = self._free.pop() if self._free else Buffers(self._config, self._shape, self._windows)
         if rows > buffers.most:
-            buffers.fit(rows, [*(one for b in self._blocks for one in b.linears), self._ends.head])
+            buffers.fit(rows, [*(one for b in self._blocks for one in b.operands()), (self._ends.head, 1)])
         return buffers
 
     def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:
