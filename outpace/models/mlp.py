@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from outpace.kernels.compiled import LANES
 from outpace.models.families import DecoderConfig
@@ -148,3 +149,20 @@ def read_mlp(
         tuple(linear([f"{one}gate_proj", f"{one}up_proj"], False) for one in starts),
         tuple(linear([f"{one}down_proj"], False) for one in starts),
     )
+
+
+def dense_weight(checkpoint: Checkpoint, name: str) -> Tensor:
+    """A weight, float32, with which a drafter's dense layer may begin.
+
+    Where the layer's MLP is a mixture, there is no such weight. Then the first experts stand side by side, as
+    many as fill the width of a dense MLP, and share what they add.
+    """
+    at, found, part = name.partition(".mlp.")
+    mixture, width = checkpoint.config.mixture, checkpoint.config.ffn_size
+    if mixture is None or not found or name in checkpoint:
+        return checkpoint.tensor(name, torch.float32)
+    count = min(mixture.experts, -(-width // mixture.width))
+    experts = [checkpoint.tensor(f"{at}.mlp.experts.{i}.{part}", torch.float32) for i in range(count)]
+    if part.startswith("down"):
+        return F.pad(torch.cat(experts, 1)[:, :width] / count, (0, max(0, width - count * mixture.width)))
+    return F.pad(torch.cat(experts)[:width], (0, 0, 0, max(0, width - count * mixture.width)))

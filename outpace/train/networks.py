@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from outpace.drafters.trained import read_embedding
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import dense_weight
 from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import ACTIVATION
 
@@ -196,6 +197,7 @@ def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
         windows=(None,) * layers,
         ropes=(theirs.ropes[theirs.rope_of_layer[like]],),
         rope_of_layer=(0,) * layers,
+        mixture=None,
         tied_head=False,
         qkv_bias=False,
         out_bias=False,
@@ -222,7 +224,7 @@ def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) 
     at, offset = f"model.layers.{number}.", target.config.norm_offset
 
     def read(name: str) -> Tensor:
-        return target.checkpoint.tensor(f"{at}{name}.weight", torch.float32).to(target.device)
+        return dense_weight(target.checkpoint, f"{at}{name}.weight").to(target.device)
 
     for name in ("q", "k", "v", "o"):
         scale = writes if name == "o" else 1.0
