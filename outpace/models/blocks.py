@@ -50,10 +50,6 @@ class Block:
         attention = (self.qkv, self.out) if self.attends else ()
         return (*attention, *(self.mlp.linears if self.has_mlp else ()))
 
-    def operands(self) -> list[tuple[Linear, int]]:
-        """Matrices, and how many times they multiply a row of a pass."""
-        return [(self.qkv, 1), (self.out, 1), *self.mlp.operands()]
-
     @property
     def nbytes(self) -> int:
         """Bytes that a pass over one row reads."""

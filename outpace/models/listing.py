@@ -27,6 +27,7 @@ from outpace.models.buffers import (
     WIDE,
 )
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import Dense, Experts
 from outpace.models.operations import (
     ADD,
     ATTEND,
@@ -45,7 +46,6 @@ from outpace.models.operations import (
     UP,
     Op,
 )
-from outpace.models.mlp import Dense, Experts
 from outpace.models.packed import Linear
 from outpace.models.rowwise import KINDS, Norm
 
@@ -146,16 +146,15 @@ class Lister:
             self._product(mlp.down, GATED, ADDED)
             return
         mixture, hidden = mlp.mixture, self._config.hidden_size
-        said = {"experts": mixture.experts, "chosen": mixture.chosen, "normed": mixture.normed, "routes": ROUTES}
+        said = {"experts": mixture.experts, "chosen": mixture.chosen, "normed": mixture.normed}
+        said["routes"] = ROUTES
         self._product(mlp.router, NORMED, SCORES)
         self._op(ROUTE, from_=SCORES, to=ROUTES, **said)
-        for kind_, from_, to, width, (part, parts) in (
-            (UP, NORMED, WIDE, 2 * mixture.width, mlp.matrices("gate_up")),
-            (DOWN, WIDE, GIVEN, hidden, mlp.matrices("down")),
-        ):
-            self._op(
-                kind_, from_=from_, to=to, more=OPERANDS, width=width, index=kind, part=part, parts=parts, **said
-            )
+        said |= {"more": OPERANDS, "index": kind}
+        part, parts = mlp.matrices("gate_up")
+        self._op(UP, from_=NORMED, to=WIDE, width=2 * mixture.width, part=part, parts=parts, **said)
+        part, parts = mlp.matrices("down")
+        self._op(DOWN, from_=WIDE, to=GIVEN, width=hidden, part=part, parts=parts, **said)
         self._op(MIX, from_=GIVEN, to=ADDED, width=hidden, **said)
 
     def _op(self, kind: int, **fields: object) -> None:

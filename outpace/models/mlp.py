@@ -104,7 +104,7 @@ class Experts:
         """Give [T, H], float32."""
         id_TK, share_TK = self.route(x_TH)
         part_TKH = torch.zeros(*id_TK.shape, x_TH.shape[1], device=x_TH.device)
-        for number in id_TK.unique().tolist():
+        for number in sorted(set(id_TK.flatten().tolist())):
             row_N, nth_N = (id_TK == number).nonzero(as_tuple=True)
             y_NH = self.down[number](gated(activation, self.gate_up[number](x_TH[row_N])))
             part_TKH[row_N, nth_N] = y_NH.float()

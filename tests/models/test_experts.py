@@ -1,14 +1,11 @@
 """Mixtures of experts: read from all that holds them, chosen row by row, refused by name."""
 
-import json
 from dataclasses import replace
 
-import gguf
 import numpy as np
 import pytest
 import torch
-import transformers
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
@@ -254,11 +251,11 @@ def test_what_cannot_be_is_refused_in_one_line(said, words):
 @pytest.mark.parametrize(
     ("extra", "words"),
     [
-        ({"qwen3moe.expert_gating_func": 2}, "mixtures of experts with expert_gating_func 2 are not supported"),
+        ({"qwen3moe.expert_gating_func": 2}, "experts with expert_gating_func 2 are not supported"),
         ({"qwen3moe.expert_shared_count": 1}, "expert_shared_count 1"),
         ({"qwen3moe.expert_weights_scale": 2.5}, "expert_weights_scale 2.5"),
         ({"qwen3moe.expert_used_count": 7}, "chosen of a mixture must be from 1 to 6, got 7"),
-        ({"qwen3moe.expert_count": 7}, "'model.layers.0.mlp.gate.weight' has shape [6, 256], its config needs [7, 256]"),
+        ({"qwen3moe.expert_count": 7}, "mlp.gate.weight' has shape [6, 256], its config needs [7, 256]"),
         ({"qwen3moe.expert_feed_forward_length": 128}, "its config needs [128, 256]"),
     ],
 )

@@ -94,7 +94,8 @@ class Planned:
         """The same with its first layers alone."""
         config = self.config.of_layers(range(layers))
         sparse = 0 if config.mixture is None else sum(config.mixture.sparse)
-        counts = {"head": 1, "qkv": layers, "out": layers, "gate, up": layers - sparse, "down": layers - sparse}
+        counts = {"head": 1, "qkv": layers, "out": layers}
+        counts |= {"gate, up": layers - sparse, "down": layers - sparse}
         held = {name: several[: counts.get(name, sparse)] for name, several in self.held.items()}
         return replace(self, config=config, held=held)
 
