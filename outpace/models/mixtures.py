@@ -124,6 +124,15 @@ def usual_name(name: str) -> str:
     return ".".join([start, "mlp", *(_OLD.get(part, part) for part in parts)])
 
 
+def mixtral_name(name: str) -> str:
+    """What Mixtral's files call a tensor."""
+    start, found, rest = name.partition(".mlp.")
+    if not found:
+        return name
+    new = {ours: theirs for theirs, ours in _OLD.items()}
+    return ".".join([start, "block_sparse_moe", *(new.get(part, part) for part in rest.split("."))])
+
+
 def places_apart(places: Mapping[str, Place]) -> dict[str, Place]:
     """Places in which every matrix of an expert has its own."""
     found: dict[str, Place] = {}
