@@ -1,6 +1,6 @@
 """The Llama family on one block: few, large operations, and rows that do not feel each other.
 
-Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen3 and Gemma 3 differ in what `DecoderConfig` says
+Llama 2 and 3, Mistral, Mixtral, SmolLM2, Qwen2, Qwen3 and Gemma 3 differ in what `DecoderConfig` says
 and in nothing else. The residual stream is float32 whatever the dtype of the weights, and every
 operation between two projections works row by row, so that a row's logits do not depend on the
 rows beside it (see `attention.py`).

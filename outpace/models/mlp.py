@@ -115,14 +115,16 @@ class Experts:
         return sum_TH
 
     def route(self, x_TH: Tensor) -> tuple[Tensor, Tensor]:
-        """The experts of each row [T, K], highest score first, the lowest number of equal ones, and their
-        weights.
-        """
-        score_TE = self.router(x_TH.float())
-        id_TK = score_TE.sort(dim=-1, descending=True, stable=True).indices[:, : self.mixture.chosen]
-        if self.mixture.normed:
-            return id_TK, score_TE.gather(1, id_TK).softmax(-1)
-        return id_TK, score_TE.softmax(-1).gather(1, id_TK)
+        """The experts of each row [T, K] and their weights."""
+        return chosen(self.router(x_TH.float()), self.mixture)
+
+
+def chosen(score_TE: Tensor, mixture: Mixture) -> tuple[Tensor, Tensor]:
+    """The experts of each row [T, K], highest score first, then lowest number; and their weights."""
+    id_TK = score_TE.sort(dim=-1, descending=True, stable=True).indices[:, : mixture.chosen]
+    if mixture.normed:
+        return id_TK, score_TE.gather(1, id_TK).softmax(-1)
+    return id_TK, score_TE.softmax(-1).gather(1, id_TK)
 
 
 def read_mlp(

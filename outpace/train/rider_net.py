@@ -20,7 +20,6 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
 from outpace.train.batches import Batch
 from outpace.train.networks import KeyValue, Layer, Norm, Turns
@@ -39,11 +38,6 @@ class RiderNet:
     def __init__(self, target: Decoder, layers: Sequence[int]) -> None:
         self.target, self.config = target, target.config
         config, device = target.config, target.device
-        if any(config.sparse(i) for i in layers):
-            raise ModelError(
-                f"{target.name} has mixtures of experts in layers that the training runs itself; train a "
-                "drafter with layers of its own, such as eagle3"
-            )
         self.layers = {i: Layer(config, i) for i in layers}
         self.norm = Norm(config.hidden_size, config)
         for i, layer in self.layers.items():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from outpace import Engine, registry
 from outpace.errors import ModelError
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
@@ -18,7 +19,9 @@ from outpace.models.mlp import dense_weight
 from outpace.models.products import CODED, works
 from outpace.models.tiny import tiny
 from outpace.models.weights import SafetensorsCheckpoint
+from outpace.train.rider_net import RiderNet
 from outpace.types import Feed
+from tests.conformance.specs import write_head
 from tests.models.making import (
     GGUF_TOKENS,
     gguf_metadata,
@@ -184,6 +187,50 @@ def test_a_row_gets_the_same_bits_in_any_company_and_on_any_threads(dtype, monke
     for threads in (1, 2, 5):
         monkeypatch.setattr(torch, "get_num_threads", lambda count=threads: count)
         assert torch.equal(logits(target, ids), whole), threads
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory):
+    """One with drafters that borrow from layers with experts, as they are before training."""
+    target = tiny(layers=3, experts=6)
+    folder = tmp_path_factory.mktemp("heads")
+    for name in ("eagle3", "kangaroo", "ppd", "streaming"):
+        kind = registry.load("objective", name)
+        write_head(target, folder / f"small.{name}", kind, kind.Config())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        yield Engine.load(target, drafter="none")
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        "recycling",
+        "early_exit",
+        "layer_skip",
+        "quantized_self",
+        "eagle3[model=small.eagle3 tree=3x2x1 verifier=traversal]",
+        "kangaroo[model=small.kangaroo]",
+        "ppd[model=small.ppd]",
+        "streaming[model=small.streaming]",
+    ],
+)
+def test_drafts_leave_texts_as_they_are(engine, spec):
+    prompts = [[5, 9, 11, 5, 9, 11, 5, 9], [77], [40, 41, 42, 43, 44, 40, 41, 42]]
+    asked = {"max_new_tokens": 16, "ignore_eos": True, "seed": 3}
+    for more in ({"temperature": 0}, {"temperature": 0.8, "reproducible": True}):
+        if "reproducible" in more and "verifier" in spec:
+            continue
+        plain, drafted = (engine.generate(prompts, drafter=one, **asked, **more) for one in ("none", spec))
+        assert [one.tokens for one in drafted] == [one.tokens for one in plain]
+        assert sum(one.counters.drafted for one in drafted) > 0
+
+
+def test_what_is_trained_is_what_runs():
+    target = tiny(layers=2, experts=6)
+    net = RiderNet(target, [1])
+    x_TH = torch.randn(9, 64)
+    assert torch.allclose(net.layers[1].mlp(x_TH), target._blocks[1].mlp(x_TH, "silu"), atol=1e-5)
 
 
 def test_experts_of_several_types_are_left_to_torch(tmp_path):
