@@ -47,14 +47,12 @@ class Block:
     @property
     def linears(self) -> tuple[Linear, ...]:
         """Projections of which a pass reads some or all."""
-        attention = (self.qkv, self.out) if self.attends else ()
-        return (*attention, *(self.mlp.linears if self.has_mlp else ()))
+        return (self.qkv, self.out) * self.attends + self.mlp.linears * self.has_mlp
 
     @property
     def nbytes(self) -> int:
         """Bytes that a pass over one row reads."""
-        attention = self.attends * (self.qkv.nbytes + self.out.nbytes)
-        return attention + self.has_mlp * self.mlp.nbytes
+        return self.attends * (self.qkv.nbytes + self.out.nbytes) + self.has_mlp * self.mlp.nbytes
 
     @property
     def dense(self) -> Dense:

@@ -19,6 +19,8 @@ from outpace.models.fields import MOST, MOST_LAYERS, Fields
 from outpace.models.places import Place
 
 ROUTER = "mlp.gate.weight"
+MOST_EXPERTS = 1 << 18
+"""Most experts of all layers together."""
 _OLD = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _STACK = re.compile(r"(.+\.mlp\.experts)\.(gate|up|down|gate_up)_proj(?:\.weight)?")
 _UNSAID = {
@@ -49,6 +51,8 @@ class Mixture:
             value = getattr(self, name)
             if type(value) is not int or not 0 < value <= most:
                 raise ModelError(f"{name} of a mixture must be from 1 to {shown(most)}, got {shown(value)}")
+        if (count := self.experts * len(self.sparse)) > MOST_EXPERTS:
+            raise ModelError(f"{count} experts in all layers are more than the {MOST_EXPERTS} of any model")
 
     def of_layers(self, layers: Sequence[int]) -> "Mixture":
         """That of some layers."""

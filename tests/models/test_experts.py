@@ -284,6 +284,7 @@ def test_configs_say_which_layers_are_sparse():
     [
         ({"num_experts_per_tok": 5}, "chosen of a mixture must be from 1 to 4, got 5"),
         ({"num_experts": 0}, "'num_local_experts' must be a positive whole number, got 0"),
+        ({"num_experts": 4000, "num_hidden_layers": 4000}, "16000000 experts in all layers are more than"),
         ({"mlp_only_layers": "all"}, "'mlp_only_layers' must be a list of layers, got 'all'"),
         ({"moe_intermediate_size": -1}, "'moe_intermediate_size' must be a positive whole number"),
         ({"model_type": "qwen2_moe"}, "architecture 'qwen2_moe' is not supported"),
