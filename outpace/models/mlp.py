@@ -13,6 +13,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -48,7 +49,7 @@ class Dense:
     @property
     def in_one_call(self) -> bool:
         """Whether compiled code can run it as part of a pass."""
-        return self.width % LANES == 0
+        return self.width % LANES == 0 and all(one.product is not None for one in self.linears)
 
     def operands(self) -> list[tuple[Linear, int]]:
         """Matrices, and how many times they multiply a row of the pass."""
@@ -58,7 +59,7 @@ class Dense:
         return self.down(gated(activation, self.gate_up(x_TH)))
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Experts:
     """A mixture of experts."""
 
@@ -69,7 +70,7 @@ class Experts:
     down: tuple[Linear, ...]
     _listed: dict[str, ctypes.Array[Matrix]] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[Linear, ...]:
         return self.router, *self.gate_up, *self.down
 
@@ -79,14 +80,13 @@ class Experts:
         each = self.gate_up[0].nbytes + self.down[0].nbytes
         return self.router.nbytes + self.mixture.chosen * each
 
-    @property
+    @cached_property
     def in_one_call(self) -> bool:
-        """Whether compiled code can run it as part of a pass: of all experts with one list of numbers."""
-        kinds = {
-            tuple(part.kind for one in linears if one.product is not None for part in one.product.parts)
-            for linears in zip(self.gate_up, self.down, strict=True)
-        }
-        return self.mixture.width % LANES == 0 and len(kinds) == 1
+        """Whether compiled code can run it as part of a pass: all experts are of the same types."""
+        products = [one.product for one in self.linears if one.product is not None]
+        kinds = [tuple(part.kind for part in one.parts) for one in products[1:]]
+        alike = all(len(set(some)) == 1 for some in (kinds[: len(self.down)], kinds[len(self.down) :]))
+        return alike and self.mixture.width % LANES == 0 and len(products) == len(self.linears)
 
     def operands(self) -> list[tuple[Linear, int]]:
         """Matrices, and how many times they multiply a row of the pass."""
@@ -95,10 +95,11 @@ class Experts:
 
     def matrices(self, which: str) -> tuple[int, int]:
         """For compiled code: where the matrices of all experts are listed, and how many an expert has."""
-        products = [one.product for one in getattr(self, which)]
-        parts = [matrix for product in products for matrix in product.matrices]
-        listed = self._listed.setdefault(which, (Matrix * len(parts))(*parts))
-        return ctypes.addressof(listed), len(parts) // len(products)
+        listed = self._listed.get(which)
+        if listed is None:
+            parts = [matrix for one in getattr(self, which) for matrix in one.product.matrices]
+            listed = self._listed[which] = (Matrix * len(parts))(*parts)
+        return ctypes.addressof(listed), len(listed) // len(self.down)
 
     def __call__(self, x_TH: Tensor, activation: str) -> Tensor:
         """Give [T, H], float32."""

@@ -96,7 +96,7 @@ class Programs:
         return (
             fits(shape, embed.dtype, embed.device)
             and config.hidden_size % LANES == 0
-            and all(one.product is not None for block in blocks for one in block.linears)
+            and all(one.product is not None for block in blocks for one in (block.qkv, block.out))
             and all(block.mlp.in_one_call for block in blocks)
             and ends.head.product is not None
         )
