@@ -153,12 +153,12 @@ def places_apart(places: Mapping[str, Place]) -> dict[str, Place]:
 
 
 def tensors_apart(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same of tensors in memory; views."""
+    """The same of tensors in memory, under usual names; views."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         parts = _parts(name, tensor.shape)
         each = tensor.reshape(len(parts), -1, tensor.shape[2]).unbind(0) if parts else (tensor,)
-        found |= zip(parts or [name], each, strict=True)
+        found |= zip(parts or [usual_name(name)], each, strict=True)
     return found
 
 
