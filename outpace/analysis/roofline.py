@@ -13,7 +13,7 @@ where they do. `outpace.analysis.prediction.calibration` fits a device to
 passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
 an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
 communication are not modelled. Of a mixture of experts a pass reads those that its rows are expected to
-choose, if each row chooses evenly and by itself; rows of one text choose more alike, and read fewer.
+choose, if each row chooses evenly and by itself; rows of one text may choose more alike.
 
 Source: LLM-Viewer, arXiv:2402.16363, with two operations per multiply-add in the head as well, the
 key-value heads' own count, the MLP's own width, and the head's rows and tying counted.
