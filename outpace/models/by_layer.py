@@ -13,10 +13,10 @@ WINDOWED, FULL = "sliding_attention", "full_attention"
 def layer_types(family: str, read: Fields, layers: int) -> list[str]:
     types: Sequence[str] | None = read.texts("layer_types") if read.get("layer_types") is not None else None
     window = read.get("sliding_window")
-    if family in ("qwen2", "qwen3", "smollm3") and not read.get("use_sliding_window"):
+    if family in ("qwen2", "qwen3", "qwen3_moe", "smollm3") and not read.get("use_sliding_window"):
         window = None
     if types is None:
-        if family in ("mistral", "phi3"):
+        if family in ("mistral", "mixtral", "phi3", "qwen3_moe"):
             types = [WINDOWED] * layers
         elif family == "gemma2":
             types = [FULL if i % 2 else WINDOWED for i in range(layers)]

@@ -91,7 +91,7 @@ class Decoder(Target):
             self._programs = Programs(config, blocks, ends, turns, self._shape)
         self.static: StaticPasses | None = None
         """Runs passes of common shapes as recorded launches; None: all run eagerly."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and config.mixture is None:  # which experts run, a recording cannot say
             self.static = self.static_passes(cuda_recorder(self.device))
 
     def static_passes(self, record: Record) -> StaticPasses:
@@ -204,12 +204,7 @@ class Decoder(Target):
                 f"cannot take layers {list(layers)} of {self.name}, which has layers 0 to "
                 f"{self.num_layers - 1}"
             )
-        config = replace(
-            self.config,
-            num_layers=len(layers),
-            windows=tuple(self.config.windows[i] for i in layers),
-            rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
-        )
+        config = self.config.of_layers(layers)
         chosen = "-".join(str(i) for i in layers)
         return self._part(config, [self._blocks[i] for i in layers], f"layers={chosen}")
 

@@ -6,21 +6,23 @@ say is refused by name.
 """
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from outpace.errors import ModelError, shown
+from outpace.models import mixtures
 from outpace.models.attention import HeadShape
 from outpace.models.by_layer import FULL, WINDOWED, hf_ropes, layer_types, reach, share, turning
 from outpace.models.fields import MOST, MOST_LAYERS, Fields
+from outpace.models.mixtures import Mixture
 from outpace.models.rope import Rope
 
 __all__ = ["FAMILIES", "FULL", "HF_ACTIVATIONS", "WINDOWED", "DecoderConfig", "Rope", "share", "unsupported"]
 
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
-    *("granite", "smollm3", "phi3", "olmo2"),
+    *("granite", "smollm3", "phi3", "olmo2", "mixtral", "qwen3_moe"),
 )
 
 _ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3", "mimo": "qwen2"}
@@ -42,6 +44,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": _COMMON | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     "qwen2": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28},
     "qwen3": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28, "head_dim": 128},
+    "mixtral": _COMMON
+    | {"max_position_embeddings": 131_072, "num_key_value_heads": 8}
+    | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": _COMMON
+    | {"max_position_embeddings": 32_768, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768, "decoder_sparse_step": 1},
     "gemma3": _COMMON
     | {
         "vocab_size": 262_208,
@@ -114,7 +123,7 @@ class DecoderConfig:
     hidden_size: int
     """Width of the residual stream."""
     ffn_size: int
-    """Width between the MLP's projections."""
+    """Width between the projections of a dense MLP."""
     num_layers: int
     """Blocks."""
     num_heads: int
@@ -165,6 +174,8 @@ class DecoderConfig:
     """Whether sublayers have norms before them; OLMo 2 has those of ``sandwich_norms`` alone."""
     wide_qk_norm: bool = field(default=False, repr=False)
     """One RMS norm over all heads of q, and one over those of k (OLMo 2)."""
+    mixture: Mixture | None = field(default=None, repr=False)
+    """Its sparse MLPs; None: all are dense."""
 
     def __post_init__(self) -> None:
         """Refuse values of another type, and shapes that cannot be built."""
@@ -182,6 +193,8 @@ class DecoderConfig:
         fits &= all(type(i) is int and 0 <= i < len(self.ropes) for i in self.rope_of_layer)
         if not fits or not len(self.windows) == len(self.rope_of_layer) == self.num_layers:
             raise ModelError(f"windows and rope_of_layer do not fit {self.num_layers} layers")
+        if self.mixture is not None and len(self.mixture.sparse) != self.num_layers:
+            raise ModelError(f"a mixture of {len(self.mixture.sparse)} layers does not fit {self.num_layers}")
         if self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads"
@@ -190,7 +203,7 @@ class DecoderConfig:
             raise ModelError(f"head width {self.head_dim} is odd and cannot be rotated")
 
     @property
-    def stamp(self) -> str:
+    def text(self) -> str:
         """All that it says, for digests: fields that came later only where they say something."""
         later = {
             one.name: value
@@ -208,6 +221,20 @@ class DecoderConfig:
             self.num_kv_heads, group, self.head_dim, self.attention_scale, self.attention_softcap
         )
 
+    def of_layers(self, layers: Sequence[int]) -> "DecoderConfig":
+        """That of some layers."""
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=tuple(self.windows[i] for i in layers),
+            rope_of_layer=tuple(self.rope_of_layer[i] for i in layers),
+            mixture=self.mixture and self.mixture.of_layers(layers),
+        )
+
+    def sparse(self, layer: int) -> Mixture | None:
+        """What the MLP of a layer is; None: it is dense."""
+        return self.mixture if self.mixture is not None and self.mixture.sparse[layer] else None
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Give every tensor the decoder reads, by Hugging Face name, with its shape."""
         hidden, ffn, head = self.hidden_size, self.ffn_size, self.head_dim
@@ -221,11 +248,13 @@ class DecoderConfig:
         norms = ["input_layernorm"] * self.pre_norms + ["post_attention_layernorm"]
         if self.sandwich_norms:
             norms += ["pre_feedforward_layernorm"] * self.pre_norms + ["post_feedforward_layernorm"]
-        linears = (
+        attention = (
             ("self_attn.q_proj", query, hidden, self.qkv_bias),
             ("self_attn.k_proj", key, hidden, self.qkv_bias),
             ("self_attn.v_proj", key, hidden, self.qkv_bias),
             ("self_attn.o_proj", hidden, query, self.out_bias),
+        )
+        dense = (
             ("mlp.gate_proj", ffn, hidden, self.mlp_bias),
             ("mlp.up_proj", ffn, hidden, self.mlp_bias),
             ("mlp.down_proj", hidden, ffn, self.mlp_bias),
@@ -238,7 +267,8 @@ class DecoderConfig:
                 shapes |= {
                     f"{at}self_attn.{one}_norm.weight": (n,) for one, n in zip("qk", wide, strict=True)
                 }
-            for name, rows, columns, bias in linears:
+            mlp = dense if (sparse := self.sparse(layer)) is None else sparse.linears(hidden)
+            for name, rows, columns, bias in (*attention, *mlp):
                 shapes[f"{at}{name}.weight"] = (rows, columns)
                 if bias:
                     shapes[f"{at}{name}.bias"] = (rows,)
@@ -269,7 +299,7 @@ class DecoderConfig:
         turns = zip(kinds, turning(family, read, layers), strict=True)
         ropes, rope_of_layer = share([by_kind[kind] if turn else Rope.none(head_dim) for kind, turn in turns])
         window = read.count("sliding_window") if WINDOWED in kinds else None
-        bias = family not in ("mistral", "phi3") and bool(read.get("attention_bias"))
+        bias = family not in ("mistral", "mixtral", "phi3") and bool(read.get("attention_bias"))
         caps = {key: read.maybe(key) for key in _GEMMA_CAPS if gemma}
         if family == "gemma2":
             caps |= {key: cap for key, cap in _GEMMA_CAPS.items() if key not in config}
@@ -295,7 +325,7 @@ class DecoderConfig:
             qkv_bias=bias if family != "qwen2" else True,
             out_bias=bias if family != "qwen2" else False,
             mlp_bias=family in ("llama", "granite", "smollm3") and bool(read.get("mlp_bias")),
-            qk_norm=family in ("qwen3", "gemma3", "olmo2"),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2"),
             norm_offset=1.0 if gemma else 0.0,
             sandwich_norms=gemma or olmo,
             embed_scale=embed_scale,
@@ -309,6 +339,7 @@ class DecoderConfig:
             logit_scale=1.0 / read.number("logits_scaling") if granite else 1.0,
             pre_norms=not olmo,
             wide_qk_norm=olmo,
+            mixture=mixtures.from_hf(family, read, layers),
         )
 
 

@@ -17,6 +17,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.fields import Fields, brief, read_json
 from outpace.models.layout import cut_place, settled, unfused
 from outpace.models.likeness import Likeness
+from outpace.models.mixtures import places_apart, usual_name
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
@@ -109,7 +110,7 @@ class Checkpoint(ABC):
         Hashes the configuration, every tensor's name, type and shape, and 64 bytes from the
         middle of each. Cost: one small read per tensor.
         """
-        lines = hashlib.sha256(self.config.stamp.encode())
+        lines = hashlib.sha256(self.config.text.encode())
         for name, place in sorted(self.places.items()):
             lines.update(f"{name} {place.kind} {place.shape}\n".encode())
             middle = place.start + max(0, place.size // 2 - 32)
@@ -151,7 +152,7 @@ class SafetensorsCheckpoint(Checkpoint):
         said = Fields(str(folder / "config.json"), {}, config).counts(EXITS)
         self.exits = tuple(sorted({one for one in said if one < self.config.num_layers}))
         self.files, places = find_tensors(folder)
-        self.places = unfused(places, self.config, cut_place)
+        self.places = unfused(places_apart(places), self.config, cut_place)
         self._check_shapes()
         for tensor in self.config.tensor_shapes():
             if (place := self.places[tensor]).kind not in DTYPES:
@@ -246,4 +247,4 @@ def _hf_name(name: str) -> str:
     ):
         if name.startswith(before):
             return after + name[len(before) :]
-    return name
+    return usual_name(name)

@@ -218,6 +218,8 @@ def rope(kind, **more):
         ("gemma3", {"sliding_window": 5, "sliding_window_pattern": 2}),
         *((family, {}) for family in ("gemma2", "granite", "smollm3", "phi3", "olmo2")),
         ("phi3", PHI3_LONG),
+        ("mixtral", {"sliding_window": 5}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
     ],
 )
 def test_every_family_has_a_twin(family, changes):

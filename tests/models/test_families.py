@@ -207,9 +207,9 @@ def test_tensor_shapes_are_what_transformers_saves() -> None:
 def test_digests_of_older_families_stay() -> None:
     """What later families added is said only where it says something."""
     config = DecoderConfig.from_hf(LLAMA)
-    assert config.stamp == repr(config) and "residual" not in config.stamp
+    assert config.text == repr(config) and "residual" not in config.text
     for later in ({"residual_scale": 0.5}, {"ropes": (replace(config.ropes[0], still=2),)}):
-        assert replace(config, **later).stamp != config.stamp
+        assert replace(config, **later).text != config.text
 
 
 def test_generation_defaults() -> None:

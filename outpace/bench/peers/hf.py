@@ -21,6 +21,7 @@ from outpace.models.fields import brief
 from outpace.models.hf.compare import apart
 from outpace.models.hf.target import HFTarget
 from outpace.models.layout import to_transformers
+from outpace.models.mixtures import mixtral_name
 from outpace.models.rope import Rope
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
@@ -39,6 +40,8 @@ _CLASSES = {
     "smollm3": "SmolLM3",
     "phi3": "Phi3",
     "olmo2": "Olmo2",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
 }
 
 
@@ -117,6 +120,8 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
         return checkpoint.tensor(name, dtype)
 
     weights = to_transformers(config, read)
+    if config.family == "mixtral":
+        weights = {mixtral_name(name): weight for name, weight in weights.items()}
     made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     with quiet():
         model, told = made.from_pretrained(
@@ -192,14 +197,16 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
             "final_logit_softcapping": config.logit_softcap,
         }
     out["hidden_act"] = HF_ACTIVATIONS[config.activation]
-    if config.family in ("qwen2", "qwen3"):
+    if config.family == "qwen3_moe":
+        out |= {"sliding_window": window, "use_sliding_window": window is not None}
+    elif config.family in ("qwen2", "qwen3"):
         out |= {"layer_types": kinds, "sliding_window": window}
         out["use_sliding_window"] = window is not None
-    elif window or config.family == "mistral":
+    elif window or config.family in ("mistral", "mixtral"):
         out["sliding_window"] = window
     if config.family in ("llama", "granite", "smollm3"):
         out["mlp_bias"] = config.mlp_bias
-    if config.family in ("llama", "qwen3", "granite", "smollm3", "olmo2"):
+    if config.family in ("llama", "qwen3", "qwen3_moe", "granite", "smollm3", "olmo2"):
         out["attention_bias"] = config.qkv_bias
     if config.family == "granite":
         out["embedding_multiplier"] = config.embed_scale
@@ -212,7 +219,24 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
         out["use_sliding_window"] = window is not None
     if config.family == "phi3":
         out["original_max_position_embeddings"] = first.original_max_positions or config.max_positions
-    return out
+    return out | _mixture(config)
+
+
+def _mixture(config: DecoderConfig) -> dict[str, Any]:
+    """What is said of experts, by the names of either family."""
+    mixture = config.mixture
+    if mixture is None:
+        return {}
+    out = {"num_experts_per_tok": mixture.chosen}
+    if config.family == "mixtral":
+        return out | {"num_local_experts": mixture.experts}
+    dense = [layer for layer, sparse in enumerate(mixture.sparse) if not sparse]
+    return out | {
+        "num_experts": mixture.experts,
+        "moe_intermediate_size": mixture.width,
+        "norm_topk_prob": mixture.normed,
+        "mlp_only_layers": dense,
+    }
 
 
 def _rope(rope: Rope) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from outpace.law import VocabMap
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import dense_weight
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.networks import Attention, Norm, Turns, rotating
@@ -84,7 +85,7 @@ class AdapterNet(nn.Module):
             if "layernorm" in own and own not in target.checkpoint:
                 continue  # it starts as ones
             writes = config.residual_scale if own.endswith(("o_proj.weight", "down_proj.weight")) else 1.0
-            tensor.copy_(writes * target.checkpoint.tensor(own, torch.float32))
+            tensor.copy_(writes * dense_weight(target.checkpoint, own))
         offset = config.norm_offset
         self.norm.weight.add_(offset).mul_(DOUBT).sub_(offset)
 
@@ -125,6 +126,7 @@ class KangarooObjective(Objective):
             windows=(None,),
             ropes=(rotating(theirs, layer),),
             rope_of_layer=(0,),
+            mixture=None,
             sandwich_norms=False,
             embed_scale=1.0,
             attention_softcap=None,

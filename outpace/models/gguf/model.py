@@ -21,6 +21,7 @@ from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf.text import build_tokenizer, end_ids
 from outpace.models.layout import cut_place, row_order, settled, unfused
 from outpace.models.measured import dtype_name
+from outpace.models.mixtures import from_gguf, places_apart
 from outpace.models.places import Place
 from outpace.models.products import CODED
 from outpace.models.rope import Rope
@@ -44,6 +45,11 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _SANDWICH = {
     "post_attention_norm": "post_attention_layernorm",
@@ -68,6 +74,10 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 """What files leave out."""
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+"""Files of the first months of Mixtral have every expert apart."""
+_FAMILIES = {family.replace("_", ""): family for family in FAMILIES if family != "mixtral"}
+"""By the names of architectures; Mixtral has that of Llama."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -86,7 +96,7 @@ class GGUFCheckpoint(Checkpoint):
         if Fields(str(path), {}, header.metadata).whole("split.count") not in (None, 1):
             raise ModelError(f"{path} is one part of a set; merge it with llama-gguf-split first")
         family = header.metadata.get("general.architecture")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in _FAMILIES:
             raise ModelError(f"{path}: {unsupported(family)}")
         stretched = header.places.get(
             "rope_factors_short.weight" if family == "phi3" else "rope_freqs.weight"
@@ -94,7 +104,7 @@ class GGUFCheckpoint(Checkpoint):
         divisors = [] if stretched is None else read_tensor(stretched).tolist()
         with _naming(path):
             named = {_hf_name(name, family): place for name, place in header.places.items()}
-            places = {name: place for name, place in named.items() if name}
+            places = places_apart({name: place for name, place in named.items() if name})
             shapes = {name: place.shape for name, place in places.items()}
             self.config = read_config(header.metadata, shapes, divisors)
             self.places = unfused(places, self.config, cut_place)
@@ -149,7 +159,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _interleaved(self, name: str) -> int:
         """Heads of a tensor whose rows are in the order of ``split_halves``; 0: they are not."""
-        if self.config.family not in _INTERLEAVED:
+        if self.metadata["general.architecture"] not in _INTERLEAVED:
             return 0
         if "q_proj" in name:
             return self.config.num_heads
@@ -186,12 +196,12 @@ def read_config(
     Raises:
         ModelError: a feature that is not supported (named), a value missing or impossible.
     """
-    family = str(metadata["general.architecture"])
-    start = family + "."
+    architecture = str(metadata["general.architecture"])
+    start, family = architecture + ".", _FAMILIES[architecture]
     said = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
     read = Fields("GGUF metadata", {"rope.freq_base": 10_000.0} | _DEFAULTS.get(family, {}), said)
-    if read.get("expert_count"):
-        raise ModelError("mixtures of experts are not supported")
+    if family == "llama" and read.get("expert_count"):
+        family = "mixtral"
     if "model.embed_tokens.weight" not in shapes:
         raise ModelError("it has no tensor token_embd.weight, so it is not a whole model")
     heads, hidden = read.count("attention.head_count"), read.count("embedding_length")
@@ -239,7 +249,7 @@ def read_config(
         qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
         out_bias=f"{layer}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{layer}mlp.gate_proj.bias" in shapes,
-        qk_norm=family in ("qwen3", "gemma3", "olmo2"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "olmo2"),
         sandwich_norms=gemma or olmo,
         embed_scale=hidden**0.5 if gemma else read.number("embedding_scale", 1.0) if granite else 1.0,
         attention_scale=read.number("attention.scale", scaled**-0.5),
@@ -252,6 +262,7 @@ def read_config(
         logit_scale=1.0 / read.number("logit_scale", 1.0) if granite else 1.0,
         pre_norms=not olmo,
         wide_qk_norm=olmo,
+        mixture=from_gguf(family, read, layers, shapes),
     )
 
 
@@ -271,6 +282,8 @@ def _hf_name(name: str, family: str) -> str | None:
     found = _BLOCK.fullmatch(name)
     if found and found[2] in table:
         return f"model.layers.{found[1]}.{table[found[2]]}.{found[3]}"
+    if found := _EXPERT.fullmatch(name):
+        return f"model.layers.{found[1]}.mlp.experts.{found[3]}.{found[2]}_proj.weight"
     if name.startswith("rope_") or ".rope_" in name or ".attn_rot_embd" in name:
         return None
     raise ModelError(f"tensor {shown(name)} has no place in a model of architecture {shown(family)}")
