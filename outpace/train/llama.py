@@ -27,8 +27,16 @@ from outpace.models.rope import Rope
 DTYPE = torch.bfloat16
 """Of everything that is written."""
 _CLASSES = {
-    "llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma2": "Gemma2",
-    "gemma3": "Gemma3", "granite": "Granite", "smollm3": "SmolLM3", "phi3": "Phi3", "olmo2": "Olmo2",
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
 }
 
 
