@@ -149,7 +149,7 @@ class DecoderConfig:
     qk_norm: bool = False
     """RMS norm over each head of q and k, before rotation (Qwen3, Gemma 3)."""
     norm_offset: float = 0.0
-    """Added to every norm weight: 1.0 for Gemma 3 safetensors, whose GGUF files hold the sum."""
+    """Added to every norm weight: 1.0 for safetensors of Gemma, whose GGUF files hold the sum."""
     sandwich_norms: bool = False
     """Gemma: a norm after each sublayer too, and ``pre_feedforward_layernorm`` before the MLP."""
     embed_scale: float = 1.0

@@ -63,7 +63,7 @@ def cut_place(place: Place, first: int, rows: int) -> Place:
 
 def row_order(config: DecoderConfig, name: str) -> Tensor | None:
     """Which stored row each row of q or k is, where heads rotate in part; None: rows are in order."""
-    width, still = config.head_dim, max(rope.still for rope in config.ropes if rope.still < rope.dim)
+    width, still = config.head_dim, max((one.still for one in config.ropes if one.still < one.dim), default=0)
     if not still or not (".q_proj." in name or ".k_proj." in name):
         return None
     order = torch.arange(width)

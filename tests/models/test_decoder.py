@@ -63,6 +63,7 @@ MODELS = {
     "gemma2": ("gemma2", {}),
     "granite": ("granite", {"attention_bias": True}),
     "smollm3": ("smollm3", {}),
+    "smollm3, nothing turns": ("smollm3", {"no_rope_layers": [0] * 4}),
     "phi3": ("phi3", {"head_dim": 16}),
     "phi3_long": ("phi3", PHI3_LONG),
     "olmo2": ("olmo2", {}),

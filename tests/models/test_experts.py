@@ -14,9 +14,11 @@ from outpace.models.families import DecoderConfig
 from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.hf.compare import ROUNDING, apart, off
 from outpace.models.load import load_target
+from outpace.models.memory import MemoryCheckpoint
 from outpace.models.mixtures import Mixture
 from outpace.models.mlp import dense_weight
 from outpace.models.products import CODED, works
+from outpace.models.rope import Rope
 from outpace.models.tiny import tiny
 from outpace.models.weights import SafetensorsCheckpoint
 from outpace.train.rider_net import RiderNet
@@ -231,6 +233,37 @@ def test_what_is_trained_is_what_runs():
     net = RiderNet(target, [1])
     x_TH = torch.randn(9, 64)
     assert torch.allclose(net.layers[1].mlp(x_TH), target._blocks[1].mlp(x_TH, "silu"), atol=1e-5)
+
+
+BASE = tiny(layers=3, experts=6).config
+OTHERS = {
+    "granite": {"residual_scale": 0.22, "logit_scale": 0.125, "embed_scale": 12.0, "attention_scale": 0.2},
+    "olmo2": {"pre_norms": False, "sandwich_norms": True, "qk_norm": True, "wide_qk_norm": True},
+    "gemma2": {
+        "sandwich_norms": True,
+        "norm_offset": 1.0,
+        "attention_softcap": 5.0,
+        "activation": "gelu_tanh",
+    },
+    "smollm3": {"ropes": (BASE.ropes[0], Rope.none(BASE.head_dim)), "rope_of_layer": (0, 1, 0)},
+    "phi3": {"ropes": (replace(BASE.ropes[0], still=4),)},
+}
+"""What other families have, which may stand beside experts."""
+
+
+@pytest.mark.skipif(not works(), reason="code cannot be compiled here")
+@pytest.mark.parametrize("family", OTHERS)
+def test_experts_run_beside_what_other_families_have(family):
+    config = replace(BASE, **OTHERS[family])
+    coins = torch.Generator().manual_seed(0)
+    tensors = {
+        name: torch.randn(shape, generator=coins) * shape[-1] ** -0.5
+        for name, shape in config.tensor_shapes().items()
+    }
+    checkpoint = MemoryCheckpoint(config, tensors, name=family)
+    compiled, plain = (Decoder.load(checkpoint, dtype=torch.float32, packed=one) for one in (True, False))
+    assert compiled._programs is not None and plain._programs is None
+    assert off(logits(compiled), logits(plain)) < 1e-5
 
 
 def test_experts_of_several_types_are_left_to_torch(tmp_path):
