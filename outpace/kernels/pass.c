@@ -242,6 +242,7 @@ int64_t outpace_run(const Program *p) {
 
 #include "levels.h"
 #include "trees.h"
+#include "drawn.h"
 
 /* Store the new keys and values of a layer, and attend. */
 void outpace_attend(const Pass *pass, int64_t layer, void *keys, void *values,

@@ -1,10 +1,10 @@
 """Trees of guesses, all of their levels in one call of compiled code: see trees.h.
 
 `outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened, and
-a rule opens them: that of `outpace.tree.dynamic` for chosen guesses; where others guessed before, that of
+a rule opens them: that of `outpace.tree.dynamic`; where others guessed before, that of
 `outpace.methods.hybrid.union`.
 
-Shape letters: B sequences, N nodes, L levels, D columns of logits.
+Shape letters: B sequences, N nodes, L levels, G nodes below which something was drawn, D columns of logits.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from outpace.kernels.compiled import library
@@ -40,6 +41,22 @@ class Beginning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draws:
+    """How guesses are drawn."""
+
+    races: bool
+    """Siblings are drawn together, by a race; else slot by slot, without replacement."""
+    temperature: float
+    """Of the softmax that they are drawn from."""
+    key: int
+    """What the keys of coins, or positions of races, are mixed into (`outpace.coins`)."""
+    position: int
+    """Of the pending token."""
+    sibling: float
+    """A race has another sibling if the chance that all before it are refused is above."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rule:
     """By what one tree grows."""
 
@@ -54,22 +71,34 @@ class Rule:
     least: float
     """A guess counts if the chance to reach and keep it is above."""
     row_N: array[float]
-    """Price of each node."""
+    """Price of each node, up to those of a level that is behind the last one."""
     level_L: array[float]
     """Price of each level."""
     temper_L: array[float]
     """What the logits of each level are divided by first."""
     begins: Beginning | None = None
+    draws: Draws | None = None
+    """None: guesses are chosen."""
+
+    @property
+    def planted(self) -> int:
+        """Guesses to begin with."""
+        return 0 if self.begins is None else len(self.begins.token_P)
 
     @property
     def most(self) -> int:
         """Candidates that there can be."""
-        return self.fan * (1 + self.seats) + (0 if self.begins is None else len(self.begins.token_P))
+        return self.fan * (1 + self.seats) + self.planted
 
     @property
     def seats(self) -> int:
         """Most rows behind those of the first level."""
         return (self.levels - 1) * self.beam
+
+    @property
+    def laws(self) -> int:
+        """Distributions that there can be."""
+        return 0 if self.draws is None else max(1, min(1 + self.seats, self.nodes - self.planted))
 
 
 @dataclass(frozen=True)
@@ -98,15 +127,19 @@ class Branching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trees:
-    """The nodes that are worth their rows, in the order in which they were found."""
+    """The nodes that are worth their rows, and all that were drawn, in the order in which they were found."""
 
     levels: int
-    """Passes that it took."""
-    token_BN: Sequence[Sequence[int]]
-    parent_BN: Sequence[Sequence[int]]
+    """Passes that it took; 0 where some node has no distribution to draw from, and nothing else holds."""
+    token_BN: Sequence[array[int]]
+    parent_BN: Sequence[array[int]]
     tail_B3R: Sequence[Sequence[Sequence[int]]]
     """Of the rows behind those of the first level: nodes, or -1 where they do not stay; tokens; and the rows
     of the tail that they hang from."""
+    group_BG: Sequence[Sequence[int]]
+    """Nodes below which something was drawn, in the order in which that was done."""
+    law_BG: Sequence[Sequence[Tensor]]
+    """The distribution below each, over the columns."""
 
 
 class _Tree(ctypes.Structure):
@@ -119,6 +152,12 @@ class _Tree(ctypes.Structure):
         ("planted", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("own", "said")),
         *((name, ctypes.c_double) for name in ("bias", "text", "head")),
+        ("draws", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("temperature", "sibling")),
+        ("key", ctypes.c_uint64),
+        ("position", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("law", "group")),
+        ("groups", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in "lead offset".split()),
         *((name, ctypes.c_void_p) for name in "value token parent seat out best open seated".split()),
         *((name, ctypes.c_int64) for name in "count ranked opens seats".split()),
@@ -133,7 +172,7 @@ class _Trees(ctypes.Structure):
         *((name, ctypes.c_int64) for name in "passes trees counts lent given bytes".split()),
         *((name, ctypes.c_void_p) for name in "gathered gave logits".split()),
         *((name, ctypes.c_int64) for name in "width stride tall".split()),
-        *((name, ctypes.c_void_p) for name in "window look position id column tree".split()),
+        *((name, ctypes.c_void_p) for name in "window look position id column spare tree".split()),
     ]
 
 
@@ -166,6 +205,10 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
+    laws_B = [torch.empty(rule.laws, width) for rule in rules]
+    spare = Piece(width if any(rule.draws for rule in rules) else 0)
+    for one, rule, law_GD in zip(trees, rules, laws_B, strict=True):
+        one.law = law_GD.data_ptr()
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
     gathered = Piece(level.bytes // 4)
@@ -189,17 +232,18 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         position=position.buffer_info()[0],
         id=ids.buffer_info()[0],
         column=None if id_D is None else id_D.data_ptr(),
+        spare=spare.address,
         tree=ctypes.addressof(trees),
     )
     levels = code.outpace_trees(ctypes.byref(whole))
     del own_B  # what trees read and wrote
-    found = [_found(one, rule, numbers) for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
+    found = [_found(*one) for one in zip(trees, rules, memory, laws_B, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
 
 
 def _memory(rule: Rule) -> tuple[array[int], array[float]]:
-    """Room for candidates: tokens, parents, seats, places, then lists of nodes; and values."""
-    lists = rule.nodes + rule.beam + 3 * rule.seats
+    """Room for candidates: tokens, parents, seats, places, then lists of nodes, and groups; and values."""
+    lists = rule.nodes + rule.beam + 3 * rule.seats + 2 * rule.laws
     return array("q", bytes(8 * (4 * rule.most + lists))), array("d", bytes(8 * rule.most))
 
 
@@ -216,16 +260,21 @@ def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> a
     return own_P
 
 
-def _found(one: _Tree, rule: Rule, numbers: array[int]) -> tuple[array[int], array[int], list[array[int]]]:
-    """Tokens and parents of the nodes that stay, and the rows of the tail."""
-    most, seats, at = rule.most, rule.seats, 4 * rule.most + rule.nodes + rule.beam
+def _found(
+    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], law_GD: Tensor
+) -> tuple[array[int], array[int], list[array[int]], array[int], list[Tensor]]:
+    """Tokens and parents of the nodes that stay, the rows of the tail, and what was drawn from."""
+    numbers, most, seats = memory[0], rule.most, rule.seats
+    at = 4 * most + rule.nodes + rule.beam
     tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
-    return numbers[: one.count], numbers[most : most + one.count], tail
+    pairs = numbers[at + 3 * seats : at + 3 * seats + 2 * one.groups]
+    laws = law_GD.unbind() if pairs else ()
+    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], [laws[i] for i in pairs[1::2]]
 
 
 def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
-    at, most = memory[0].buffer_info()[0], 8 * rule.most
-    return _Tree(
+    at, most, draws = memory[0].buffer_info()[0], 8 * rule.most, rule.draws
+    tree = _Tree(
         nodes=rule.nodes,
         depth=rule.levels,
         beam=rule.beam,
@@ -245,4 +294,9 @@ def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[fl
         best=at + 4 * most,
         open=at + 4 * most + 8 * rule.nodes,
         seated=at + 4 * most + 8 * (rule.nodes + rule.beam),
+        group=at + 4 * most + 8 * (rule.nodes + rule.beam + 3 * rule.seats),
     )
+    if draws is not None:
+        tree.draws, tree.temperature, tree.sibling = 1 + draws.races, draws.temperature, draws.sibling
+        tree.key, tree.position = draws.key, draws.position
+    return tree
