@@ -5,8 +5,6 @@
 
 #include "trees.h"
 
-enum { MOST_DRAWN = 8 }; /* children of a node, as in dynamic.py */
-
 /* The hash of a state and one part more, as in coins.py. */
 static uint64_t mixed(uint64_t state, int64_t part) {
     uint64_t hash = state * UINT64_C(0xD1342543DE82EF95) + (uint64_t)part * GOLDEN + GOLDEN;
@@ -50,7 +48,7 @@ static int64_t slots_below(const Tree *g, int64_t node, double least) {
 typedef struct {
     double worth;
     int64_t node, drawn, row, closed; /* draws so far, and the row of their distribution */
-    int64_t place[MOST_DRAWN];        /* of what was drawn */
+    int64_t *place;                   /* of what was drawn */
 } Slot;
 
 /* The most valuable slot, of equal ones the first; NULL: all are closed. */
@@ -101,9 +99,12 @@ static int draw_slot(const Trees *t, Tree *g, Slot *s, const float *x, int64_t *
 /* Draw without replacement. */
 static int draw_slots(const Trees *t, Tree *g, const float *x, int last) {
     const int64_t first = g->count, opens = g->opens;
-    int64_t laws = g->groups;
+    int64_t laws = g->groups, place[opens][g->fan];
     Slot slot[opens], *s;
-    for (int64_t i = 0; i < opens; i++) slot[i] = (Slot){.worth = first_worth(g, g->open[i]), .node = g->open[i]};
+    for (int64_t i = 0; i < opens; i++) {
+        const int64_t node = g->open[i];
+        slot[i] = (Slot){.worth = first_worth(g, node), .node = node, .place = place[i]};
+    }
     while ((s = best_slot(slot, opens)) && !is_full(g, s, first, last))
         if (!draw_slot(t, g, s, x + (s - slot) * t->stride, &laws)) return 0;
     for (int64_t i = 0; i < opens; i++)
@@ -149,7 +150,7 @@ static int draw_races(const Trees *t, Tree *g, const float *x, int64_t depth) {
     const uint64_t key = mixed(g->key, g->position + depth + 1);
     for (int64_t i = 0; i < g->opens && g->count < g->nodes; i++) {
         const int64_t node = g->open[i];
-        int64_t winner[MOST_DRAWN];
+        int64_t winner[g->fan];
         float *law = law_of(t, g, g->groups);
         const int found = write_law(t, g, node, x + i * t->stride, law);
         if (found < 0) return 0;

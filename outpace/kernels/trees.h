@@ -285,6 +285,7 @@ int64_t outpace_trees(const Trees *t) {
         l->parents = l->depths = 0;
         Tree *g = t->tree + i;
         g->open[0] = -1, g->opens = 1, g->count = g->planted;
+        value_planted(g);
     }
     p->ids = t->id;
     for (int64_t outs = 0, rows = t->trees; rows && fine; level++) {

@@ -205,10 +205,10 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
-    laws_B = [torch.empty(rule.laws, width) for rule in rules]
-    spare = Piece(width if any(rule.draws for rule in rules) else 0)
-    for one, rule, law_GD in zip(trees, rules, laws_B, strict=True):
-        one.law = law_GD.data_ptr()
+    law_BGD = [torch.empty(rule.laws, width) if rule.laws else None for rule in rules]
+    spare = Piece(width if any(rule.laws for rule in rules) else 0)
+    for one, law_GD in zip(trees, law_BGD, strict=True):
+        one.law = None if law_GD is None else law_GD.data_ptr()
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
     gathered = Piece(level.bytes // 4)
@@ -237,7 +237,7 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     )
     levels = code.outpace_trees(ctypes.byref(whole))
     del own_B  # what trees read and wrote
-    found = [_found(*one) for one in zip(trees, rules, memory, laws_B, strict=True)]
+    found = [_found(*one) for one in zip(trees, rules, memory, law_BGD, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
 
 
@@ -261,15 +261,15 @@ def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> a
 
 
 def _found(
-    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], law_GD: Tensor
+    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], law_GD: Tensor | None
 ) -> tuple[array[int], array[int], list[array[int]], array[int], list[Tensor]]:
     """Tokens and parents of the nodes that stay, the rows of the tail, and what was drawn from."""
     numbers, most, seats = memory[0], rule.most, rule.seats
     at = 4 * most + rule.nodes + rule.beam
     tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
     pairs = numbers[at + 3 * seats : at + 3 * seats + 2 * one.groups]
-    laws = law_GD.unbind() if pairs else ()
-    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], [laws[i] for i in pairs[1::2]]
+    laws = [] if law_GD is None else [law_GD[row] for row in pairs[1::2]]
+    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], laws
 
 
 def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:

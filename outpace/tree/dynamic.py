@@ -186,16 +186,14 @@ class Dynamic:
 
         A slot has to leave room for the children of what was drawn already and is worth more.
         """
-        row, fresh = self.row, list[int]()
-        laws: dict[int, Law | None] = {}
+        row, fresh, laws = self.row, list[int](), dict[int, Law | None]()
         drawn: dict[int, list[int]] = {node: [] for node in self.open}
         slots = [(-self._free(node), node) for node in self.open]
         heapq.heapify(slots)
         while slots:
             worth, node = -slots[0][0], slots[0][1]
-            left = self._budget.max_nodes - len(self.tokens)
             wanted = 0 if last else sum(self._below(child, worth) for child in fresh)
-            if left <= wanted or (worth <= self.least and self.tokens):
+            if self._budget.max_nodes - len(self.tokens) <= wanted or (worth <= self.least and self.tokens):
                 break
             heapq.heappop(slots)
             picks = [self.tokens[child] for child in drawn[node]]
@@ -219,8 +217,9 @@ class Dynamic:
         """Draw siblings together: their number follows from the distribution alone, before any is drawn."""
         row, fresh = self.row, list[int]()
         for i, node in enumerate(self.open):
+            if not (left := self._budget.max_nodes - len(self.tokens)):
+                break
             law = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
-            left = self._budget.max_nodes - len(self.tokens)
             fan = 0 if law is None else self._fan(law, self._free(node), left)
             if law is not None and fan:
                 picks, at = draw(law, fan, row.drawn, row.coins, node, depth + 1), dict[int, int]()
