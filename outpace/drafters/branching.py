@@ -32,7 +32,7 @@ def _is_plain(tree: Dynamic) -> bool:
         return False
     # Other draws count siblings by other rules; other coins are not hashes.
     known = row.drawn in (Drawn.DISTINCT, Drawn.COUPLED) and isinstance(row.coins, KeyedCoins)
-    return tree.chosen or (known and not row.warp.greedy and row.warp.temperature is not None)
+    return tree.chosen or (known and not row.warp.greedy)
 
 
 def _rule(tree: Dynamic) -> Rule:
@@ -57,11 +57,13 @@ def _rule(tree: Dynamic) -> Rule:
 
 def _draws(tree: Dynamic) -> Draws:
     row, races = tree.row, tree.row.drawn is Drawn.COUPLED
-    coins, temperature = row.coins, row.warp.temperature
-    assert isinstance(coins, KeyedCoins) and temperature is not None
+    coins, warp = row.coins, row.warp
+    assert isinstance(coins, KeyedCoins)
     return Draws(
         races=races,
-        temperature=temperature,
+        temperature=warp.temperature,
+        truncation=warp.truncation,
+        truncates=warp.truncates,
         key=coins.race_base if races else coins.base,
         position=coins.position,
         sibling=max(tree.least, LEAST / max(1, row.budget.max_nodes)),
@@ -86,8 +88,8 @@ def drafts_of(found: Trees, trees: Sequence[Growing], id_D: Tensor | None) -> li
         assert isinstance(tree, Dynamic)
         first = len(tree.tokens)  # those before were there
         tree.tokens, tree.parents = tokens.tolist(), parents.tolist()
-        for above, prob_D in zip(found.group_BG[i], found.law_BG[i], strict=True):
+        for above, (prob_S, id_S) in zip(found.group_BG[i], found.law_BG[i], strict=True):
             below = [node for node in range(first, len(parents)) if parents[node] == above]
-            tree.group(above, below, Law(prob_D, id_D))
+            tree.group(above, below, Law(prob_S, id_D if id_S is None else id_S))
         drafts.append(tree.finish()[0])
     return drafts

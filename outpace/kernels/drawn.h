@@ -15,23 +15,45 @@ static uint64_t mixed(uint64_t state, int64_t part) {
 /* The value of the first draw below a node. */
 static double first_worth(const Tree *g, int64_t node) { return times(worth(g, node), rest(g, node)); }
 
-static float *law_of(const Trees *t, const Tree *g, int64_t row) { return g->law + row * t->width; }
+/* A distribution: its entries, and their tokens, NULL if these are their places. */
+typedef struct {
+    float *prob;
+    const int64_t *id;
+    int64_t width;
+} Drawn;
+
+static Drawn law_of(const Trees *t, const Tree *g, int64_t row) {
+    Drawn law = {g->law + row * t->width, t->column, t->width};
+    if (g->truncated) law.id = g->support + row * t->width, law.width = g->width[row];
+    return law;
+}
+
+/* Write the softmax of a row of logits, or what is left of it. Gives 0 where there is none. */
+static int write_softmax(const Trees *t, const Tree *g, const float *x, int64_t row, float *prob) {
+    if (!g->truncated) return (int)outpace_softmax(x, t->width, g->temperature, prob);
+    int64_t *id = g->support + row * t->width;
+    g->width[row] = outpace_truncate(x, t->width, g->temperature, g->top_k, g->top_p, g->min_p, id, prob);
+    for (int64_t i = 0; t->column && i < g->width[row]; i++) id[i] = t->column[id[i]];
+    return g->width[row] > 0;
+}
 
 /* Write what is drawn from below a node. Gives 0 where nothing may come, below 0 where there is no distribution. */
-static int write_law(const Trees *t, const Tree *g, int64_t node, const float *x, float *law) {
+static int write_law(const Trees *t, const Tree *g, int64_t node, const float *x, int64_t row) {
     int64_t at[g->planted + 1], count = 0, there = 0;
+    EACH_PLANTED(child, node) there++;
+    if (!write_softmax(t, g, x, row, there ? t->spare : g->law + row * t->width)) return -1;
+    const Drawn law = law_of(t, g, row);
     EACH_PLANTED(child, node) {
         const int64_t token = g->token[child];
-        at[count] = t->column ? outpace_place(t->column, t->width, token) : token < t->width ? token : -1;
-        there++, count += at[count] >= 0;
+        at[count] = law.id ? outpace_place(law.id, law.width, token) : token < law.width ? token : -1;
+        count += at[count] >= 0;
     }
-    if (!outpace_softmax(x, t->width, g->temperature, there ? t->spare : law)) return -1;
-    return !there || outpace_strike(t->spare, t->width, at, count, law);
+    return !there || outpace_strike(t->spare, law.width, at, count, law.prob);
 }
 
 /* Hang a draw below a node. */
-static void add_draw(const Trees *t, Tree *g, int64_t node, int64_t place, double value) {
-    add_candidate(g, node, t->column ? t->column[place] : place, value);
+static void add_draw(Tree *g, int64_t node, Drawn law, int64_t place, double value) {
+    add_candidate(g, node, law.id ? law.id[place] : place, value);
 }
 
 static void note_group(Tree *g, int64_t node, int64_t row) {
@@ -74,24 +96,19 @@ static int is_dear(const Tree *g, const Slot *s, const float *law, int64_t width
 
 /* Draw from a slot, or close it. Gives 0 where there is no distribution. */
 static int draw_slot(const Trees *t, Tree *g, Slot *s, const float *x, int64_t *laws) {
-    float *law = law_of(t, g, s->drawn ? s->row : *laws), *left = law;
-    s->closed = s->drawn == g->fan;
-    if (s->closed) return 1;
-    if (s->drawn) {
-        left = t->spare;
-        s->closed = !outpace_strike(law, t->width, s->place, s->drawn, left);
-    } else {
-        const int found = write_law(t, g, s->node, x, law);
-        if (found < 0) return 0;
-        s->closed = !found;
-    }
-    s->closed = s->closed || is_dear(g, s, left, t->width);
+    const int found = s->drawn ? 1 : write_law(t, g, s->node, x, *laws);
+    if (found < 0) return 0;
+    const Drawn law = law_of(t, g, s->drawn ? s->row : *laws);
+    const float *left = s->drawn ? t->spare : law.prob;
+    s->closed = !found || s->drawn == g->fan;
+    if (s->drawn && !s->closed) s->closed = !outpace_strike(law.prob, law.width, s->place, s->drawn, t->spare);
+    s->closed = s->closed || is_dear(g, s, left, law.width);
     if (s->closed) return 1;
     const uint64_t coin = mixed(mixed(g->key, s->node), s->drawn) >> 11;
-    const int64_t place = outpace_choose(left, t->width, (double)coin * 0x1p-53);
+    const int64_t place = outpace_choose(left, law.width, (double)coin * 0x1p-53);
     if (!s->drawn) s->row = (*laws)++;
     s->place[s->drawn++] = place;
-    add_draw(t, g, s->node, place, times(s->worth, left[place]));
+    add_draw(g, s->node, law, place, times(s->worth, left[place]));
     s->worth = times(s->worth, 1 - (double)left[place]);
     return 1;
 }
@@ -151,13 +168,13 @@ static int draw_races(const Trees *t, Tree *g, const float *x, int64_t depth) {
     for (int64_t i = 0; i < g->opens && g->count < g->nodes; i++) {
         const int64_t node = g->open[i];
         int64_t winner[g->fan];
-        float *law = law_of(t, g, g->groups);
-        const int found = write_law(t, g, node, x + i * t->stride, law);
+        const int found = write_law(t, g, node, x + i * t->stride, g->groups);
         if (found < 0) return 0;
-        const int64_t fan = found ? count_siblings(g, node, law, t->width) : 0;
-        const int64_t count = fan ? outpace_race(law, t->column, t->width, (int64_t)key, fan, winner) : 0;
+        const Drawn law = law_of(t, g, g->groups);
+        const int64_t fan = found ? count_siblings(g, node, law.prob, law.width) : 0;
+        const int64_t count = fan ? outpace_race(law.prob, law.id, law.width, (int64_t)key, fan, winner) : 0;
         for (int64_t n = 0; n < count; n++)
-            add_draw(t, g, node, winner[n], times(worth(g, node), law[winner[n]]));
+            add_draw(g, node, law, winner[n], times(worth(g, node), law.prob[winner[n]]));
         if (count) note_group(g, node, g->groups);
     }
     return 1;

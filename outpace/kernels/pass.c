@@ -10,6 +10,7 @@
 #include "products.c"
 #include "rowwise.h"
 #include "team.h"
+#include "truncate.h"
 
 /* operations.py has the same lists. */
 enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND };

@@ -23,7 +23,10 @@ typedef struct {
     double temperature, sibling;     /* of the softmax; what another sibling of a race has to be worth more than */
     uint64_t key;                    /* what coins, or positions of races, are mixed into, */
     int64_t position;                /* and that of the pending token */
-    float *law;                      /* [groups, width]: distributions that were drawn from */
+    int64_t truncated, top_k;        /* whether these leave less than all columns */
+    double top_p, min_p;
+    float *law;                      /* [groups, width]: distributions that were drawn from; where truncated */
+    int64_t *support, *width;        /* the tokens of their entries, and how many each has */
     int64_t *group, groups;          /* for each node that was drawn below: it, and the row of its distribution */
     int64_t lead, offset;            /* rows of the slot's tail at first; position of the slot's row 0 */
     double *value;                   /* of every candidate: the chance to be reached and kept */

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -48,6 +48,10 @@ class Draws:
     """Siblings are drawn together, by a race; else slot by slot, without replacement."""
     temperature: float
     """Of the softmax that they are drawn from."""
+    truncation: tuple[int, float, float]
+    """Of it: top-k, top-p and min-p."""
+    truncates: Callable[[int], bool]
+    """Whether that leaves less than all of so many columns."""
     key: int
     """What the keys of coins, or positions of races, are mixed into (`outpace.coins`)."""
     position: int
@@ -138,8 +142,8 @@ class Trees:
     of the tail that they hang from."""
     group_BG: Sequence[Sequence[int]]
     """Nodes below which something was drawn, in the order in which that was done."""
-    law_BG: Sequence[Sequence[Tensor]]
-    """The distribution below each, over the columns."""
+    law_BG: Sequence[Sequence[tuple[Tensor, Tensor | None]]]
+    """The distribution below each, and its tokens; None: those of the columns."""
 
 
 class _Tree(ctypes.Structure):
@@ -156,7 +160,9 @@ class _Tree(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("temperature", "sibling")),
         ("key", ctypes.c_uint64),
         ("position", ctypes.c_int64),
-        *((name, ctypes.c_void_p) for name in ("law", "group")),
+        *((name, ctypes.c_int64) for name in ("truncated", "top_k")),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p")),
+        *((name, ctypes.c_void_p) for name in ("law", "support", "width", "group")),
         ("groups", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in "lead offset".split()),
         *((name, ctypes.c_void_p) for name in "value token parent seat out best open seated".split()),
@@ -205,10 +211,8 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
-    law_BGD = [torch.empty(rule.laws, width) if rule.laws else None for rule in rules]
+    laws = [_Laws(one, rule, width) for one, rule in zip(trees, rules, strict=True)]
     spare = Piece(width if any(rule.laws for rule in rules) else 0)
-    for one, law_GD in zip(trees, law_BGD, strict=True):
-        one.law = None if law_GD is None else law_GD.data_ptr()
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
     gathered = Piece(level.bytes // 4)
@@ -237,8 +241,33 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     )
     levels = code.outpace_trees(ctypes.byref(whole))
     del own_B  # what trees read and wrote
-    found = [_found(*one) for one in zip(trees, rules, memory, law_BGD, strict=True)]
+    found = [_found(*one) for one in zip(trees, rules, memory, laws, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
+
+
+class _Laws:
+    """Distributions that a tree is drawn from, in memory that they keep."""
+
+    def __init__(self, one: _Tree, rule: Rule, width: int) -> None:
+        """Tell the tree where they are written."""
+        draws, count = rule.draws, rule.laws
+        self._id_GD: Tensor | None = None
+        if draws is None:
+            return
+        self._prob_GD = torch.empty(count, width)
+        one.law, one.draws, one.key = self._prob_GD.data_ptr(), 1 + draws.races, draws.key
+        one.temperature, one.sibling, one.position = draws.temperature, draws.sibling, draws.position
+        if draws.truncates(width):
+            self._id_GD, self._widths = torch.empty(count, width, dtype=torch.int64), array("q", [0] * count)
+            one.support, one.width, one.truncated = self._id_GD.data_ptr(), self._widths.buffer_info()[0], 1
+            one.top_k, one.top_p, one.min_p = draws.truncation
+
+    def law(self, row: int) -> tuple[Tensor, Tensor | None]:
+        """One of them, and its tokens, which are those of the columns if there is none."""
+        if self._id_GD is None:
+            return self._prob_GD[row], None
+        width = self._widths[row]
+        return self._prob_GD[row, :width].clone(), self._id_GD[row, :width].clone()
 
 
 def _memory(rule: Rule) -> tuple[array[int], array[float]]:
@@ -261,20 +290,20 @@ def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> a
 
 
 def _found(
-    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], law_GD: Tensor | None
-) -> tuple[array[int], array[int], list[array[int]], array[int], list[Tensor]]:
+    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], laws: _Laws
+) -> tuple[array[int], array[int], list[array[int]], array[int], list[tuple[Tensor, Tensor | None]]]:
     """Tokens and parents of the nodes that stay, the rows of the tail, and what was drawn from."""
     numbers, most, seats = memory[0], rule.most, rule.seats
     at = 4 * most + rule.nodes + rule.beam
     tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
     pairs = numbers[at + 3 * seats : at + 3 * seats + 2 * one.groups]
-    laws = [] if law_GD is None else [law_GD[row] for row in pairs[1::2]]
-    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], laws
+    drawn = [laws.law(row) for row in pairs[1::2]]
+    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], drawn
 
 
 def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
-    at, most, draws = memory[0].buffer_info()[0], 8 * rule.most, rule.draws
-    tree = _Tree(
+    at, most = memory[0].buffer_info()[0], 8 * rule.most
+    return _Tree(
         nodes=rule.nodes,
         depth=rule.levels,
         beam=rule.beam,
@@ -296,7 +325,3 @@ def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[fl
         seated=at + 4 * most + 8 * (rule.nodes + rule.beam),
         group=at + 4 * most + 8 * (rule.nodes + rule.beam + 3 * rule.seats),
     )
-    if draws is not None:
-        tree.draws, tree.temperature, tree.sibling = 1 + draws.races, draws.temperature, draws.sibling
-        tree.key, tree.position = draws.key, draws.position
-    return tree

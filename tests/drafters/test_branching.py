@@ -282,7 +282,6 @@ def test_a_tree_is_the_same_beside_others_and_on_any_number_of_threads(monkeypat
     ("why", "given"),
     [
         ("drawn otherwise", {"drawn": Drawn.IID, "settings": {"temperature": 0.8}}),
-        ("truncated", {"drawn": Drawn.DISTINCT, "settings": {"temperature": 0.8, "top_k": 5}}),
         ("penalized", {"settings": {"temperature": 0, "repetition_penalty": 1.3}}),
         ("too short", {"settings": {"temperature": 0, "min_tokens": 2}}),
         ("stops", {"budgets": [replace(WIDE, stop=Threshold(0.2))]}),

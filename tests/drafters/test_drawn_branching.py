@@ -20,6 +20,7 @@ from tests.methods.eagle3.test_drafter import tied
 
 pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
 WARM = {"temperature": 0.8}
+TRUNCATED = [{}, {}, {"top_k": 5}, {"top_k": 900}, {"top_p": 0.8}, {"min_p": 0.1}, {"top_k": 9, "top_p": 0.9}]
 
 
 def whole(draft):
@@ -33,7 +34,7 @@ def random_draws(chance):
     kinds, settings = [], []
     for _ in TEXTS:
         kinds.append(chance.choice([Drawn.DISTINCT, Drawn.COUPLED] * 2 + [Drawn.CHOSEN]))
-        settings.append({"temperature": chance.choice([0.05, 0.2, 0.8, 1.7])})
+        settings.append({"temperature": chance.choice([0.05, 0.2, 0.8, 1.7]), **chance.choice(TRUNCATED)})
         if kinds[-1] is Drawn.CHOSEN and chance.random() < 0.5:
             settings[-1] = {"temperature": 0}
     return {"drawn": kinds, "settings": settings, "told": whole}
