@@ -12,7 +12,7 @@ from outpace.methods.hybrid.union import Joint, Planted
 from outpace.models.decoder import Decoder
 from outpace.models.memory import MemoryCheckpoint
 from outpace.models.products import works
-from outpace.types import ROOT, Drawn
+from outpace.types import ROOT, Budget, Drawn, Price, Shape
 from tests.drafters import test_branching
 from tests.drafters.test_branching import TEXTS, WIDE, drafted, planted, random_budgets, second
 from tests.methods.eagle3.oracle import random_tensors
@@ -97,6 +97,20 @@ def test_trees_of_the_test_differ(drawn):
         prob, ids = laws[first.law]
         assert prob[ids.index(tokens[0])] == 0 and sum(prob) == pytest.approx(1)
         assert 0 not in first.nodes and groups[-1].drawn is Drawn.CHOSEN
+
+
+@pytest.mark.parametrize("own", [(0.4, 0.4), (0.2, 0.7)])
+def test_the_most_valuable_slot_comes_first(own):
+    """Of equal ones the first; distributions stand in the order of nodes whichever was drawn from first."""
+    given = {"drawn": Drawn.DISTINCT, "settings": {"temperature": 0.3}, "told": whole}
+    budgets = [Budget(9, 2, shape=Shape(beam=4), price=Price((0.0,), (0.0,)))] * 5
+    plants = [Planted((132, 150), (ROOT, ROOT), own, Joint()) for _ in TEXTS]
+    ours, theirs = (drafted(budgets, spreads, **given, plants=plants)[0] for spreads in (True, False))
+    assert ours == theirs
+    # The first draws behind those below the pending token: below 0, then below 1, or the other way round.
+    turned = [[p for p in parents[2:] if p in (0, 1)] for _, parents, *_ in ours]
+    assert all(below[0] == (own[0] < own[1]) for below in turned if set(below) == {0, 1})
+    assert any(set(below) == {0, 1} for below in turned)
 
 
 @pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.COUPLED])
