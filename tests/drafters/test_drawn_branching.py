@@ -114,6 +114,17 @@ def test_the_most_valuable_slot_comes_first(own):
 
 
 @pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.COUPLED])
+def test_a_level_is_opened_for_rows_behind_those_that_are_drawn(drawn):
+    """Two rows are free, and all others too dear: no second level opens behind two guesses."""
+    price = Price((0.0,), (0.0, 0.0, 0.0, 1.0))
+    budgets = [Budget(8, 4, shape=Shape(beam=4, least=0.05), price=price)] * 5
+    given = {"drawn": drawn, "settings": {"temperature": 0.5}, "told": whole}
+    ours, passes, _ = drafted(budgets, True, **given)
+    assert (ours, passes) == drafted(budgets, False, **given)[:2]
+    assert any(len(tokens) == 2 and set(parents) == {ROOT} for tokens, parents, *_ in ours)
+
+
+@pytest.mark.parametrize("drawn", [Drawn.DISTINCT, Drawn.COUPLED])
 def test_what_is_drawn_is_the_same_beside_others_and_on_any_number_of_threads(drawn, monkeypatch):
     given = {"drawn": drawn, "settings": WARM, "told": whole}
     budgets, found = [WIDE, replace(WIDE, max_depth=3), replace(WIDE, max_nodes=40), WIDE, WIDE], []
