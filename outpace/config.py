@@ -151,6 +151,7 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
 
     Args:
         config: a dataclass whose fields are int, float, bool, str, or ``X | None`` of these.
+            Its ``REMEDY``, if any, says where to get a value that is missing.
         who: for messages, for example ``"drafter 'prompt_lookup'"``.
 
     Raises:
@@ -169,7 +170,8 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
             raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
     missing = [name for name, field in fields.items() if name not in values and _required(field)]
     if missing:
-        raise SpecError(f"{who} needs {' and '.join(f'{name}=...' for name in missing)}")
+        wanted = " and ".join(f"{name}=..." for name in missing) + getattr(config, "REMEDY", "")
+        raise SpecError(f"{who} needs {wanted}")
     try:
         return config(**values)
     except (TypeError, ValueError) as error:

@@ -79,7 +79,7 @@ class UnknownNameError(OutpaceError):
     """A name that no table holds; near names are suggested, or all of a few.
 
     Args:
-        kind: what was looked up, for example ``"drafter"``.
+        kind: what was looked up: ``"drafter"``, ``"setting of drafter 'suffix'"``.
         known: every name that would have been right.
         notes: sentences to add, such as why a package's names are missing.
     """
@@ -90,4 +90,5 @@ class UnknownNameError(OutpaceError):
         hints = [f"did you mean {' or '.join(near)}?"] if near else []
         if not near or len(self.known) <= _FEW:
             hints.append(f"known: {', '.join(self.known)}")
-        super().__init__("; ".join([f"unknown {kind} {name!r}; {' '.join(hints)}", *notes]))
+        thing, of, whose = kind.partition(" of ")
+        super().__init__("; ".join([f"unknown {thing} {name!r}{of}{whose}; {' '.join(hints)}", *notes]))

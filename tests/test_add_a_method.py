@@ -184,7 +184,7 @@ def test_it_learns_while_serving(trained, at_home):
     plain = [one.tokens for one in engine.generate(last, drafter="none", max_new_tokens=20, **GREEDY)]
     for results in (first, final, other):
         assert [one.tokens for one in results] == plain
-    with pytest.raises(ValueError, match="unknown setting of learner 'markov' 'topics'"):
+    with pytest.raises(ValueError, match="unknown setting 'topics' of learner 'markov'"):
         serve.learner_for(engine, ["markov"], 2, "more")
 
 

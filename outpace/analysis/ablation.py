@@ -36,11 +36,10 @@ _OFF: Mapping[str, tuple[str, Any]] = {
 """Constant -> what it serves, and its value without that."""
 
 
-class _OwnRate(Costs):
+class _PlainRate(Auto):
     """The throughput to beat is that of plain decoding."""
 
-    def lately(self, batch: int) -> float:
-        return 0.0
+    _pace = property(lambda self: 0, lambda self, pace: None)
 
 
 class _Straight(Passes):
@@ -95,7 +94,7 @@ def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:
         return found
     for name, (told, value) in _OFF.items():
         found[told] = partial(_made, Auto, Costs, replace(TUNING, **{name: value}))
-    found["throughput lately"] = partial(_made, Auto, _OwnRate, TUNING)
+    found["throughput of the step itself"] = partial(_made, _PlainRate, Costs, TUNING)
     found["passes corrected by number of guesses"] = partial(_made, Auto, _Lines, TUNING)
     found["size of trees that stop by themselves"] = partial(_made, _FullTrees, Costs, TUNING)
     found["narrower trees"] = partial(_made, _OneWidth, Costs, TUNING)

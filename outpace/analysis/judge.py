@@ -66,28 +66,24 @@ def told(policy: Policy, text: Text) -> Policy:
     return policy
 
 
-def count(texts: Sequence[Text], only: str = "") -> int:
-    """How many scenarios ``judge`` replays."""
-    return len(_chosen(texts, only))
-
-
-def _chosen(texts: Sequence[Text], only: str) -> list[Scenario]:
+def chosen(texts: Sequence[Text], only: str = "") -> list[Scenario]:
+    """The scenarios of recorded texts whose names hold ``only``."""
     return [one for one in scenarios(texts) if only in one.name]
 
 
 def judge(
     texts: Sequence[Text],
     policies: Mapping[str, Callable[[], Policy]],
-    only: str = "",
+    where: Sequence[Scenario] | None = None,
     orders: int = 1,
     tick: Callable[[str, int], None] = lambda part, done: None,
 ) -> list[Judged]:
-    """Replay policies in all scenarios.
+    """Replay policies in scenarios.
 
     Args:
         texts: recorded, of several kinds.
         policies: name -> makes one that knows nothing yet.
-        only: a part of the names of scenarios.
+        where: scenarios of these texts; all unless given.
         orders: of the requests that come before and at once; rates are their mean. One order is noisy:
             what a policy tries first decides what it learns.
         tick: told of every scenario.
@@ -96,7 +92,7 @@ def judge(
     """
     found = []
     others = [{one.name: one for one in scenarios(texts, order)} for order in range(1, orders)]
-    for first in _chosen(texts, only):
+    for first in chosen(texts) if where is None else where:
         tick(first.name, 0)
         rule, best, plain = best_choice(first.device, first.walks, first.batch, first.until)
         rates = {}

@@ -92,7 +92,7 @@ def policy(
         except OSError as error:  # said after the report, which needs no file
             unwritten = error
     found = found or recording.read(file)
-    if not (count := judge.count(found, only)):
+    if not (where := judge.chosen(found, only)):
         raise RequestError(
             f"--only {only!r:.80} is part of no scenario's name; give a part such as cpu or gpu"
         )
@@ -100,8 +100,8 @@ def policy(
     same = [text for text in found if text.name in ids]
     if measure and not same:
         raise RequestError("no prompt of the workload was recorded; give the --workload and --limit of then")
-    with show.progress(count, "scenarios") as tick:
-        rows = judge.judge(found, judged, only, orders, tick)
+    with show.progress(len(where), "scenarios") as tick:
+        rows = judge.judge(found, judged, where, orders, tick)
     parts = ablation.worth(rows) if ablate else []
     report: dict[str, Any] = {"texts": len(found), "scenarios": [row.to_json() for row in rows]}
     if ablate:

@@ -58,6 +58,7 @@ def chat(
     from outpace.models.prompts import tokenizer_of
 
     tokenizer_of(engine.target, "a chat")  # said before the first message
+    params.check_vocab(engine.target.vocab_size, engine.eos_ids)
     engine.remember()
     for line in notes(engine, params):
         show.note(f"outpace: {line}")

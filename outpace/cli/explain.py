@@ -76,7 +76,7 @@ def show_hindsight(seen: Hindsight, drafter: str) -> None:
     show.note("In hindsight, at measured prices (ms)")
     rows: list[tuple[str, ...]] = [
         (
-            f"{one.first}-{one.last}",
+            _span(one.first, one.last),
             short(one.text),
             " ".join(name.partition("[")[0] for name in one.drafters),
             _ms(one.plain),
@@ -90,7 +90,7 @@ def show_hindsight(seen: Hindsight, drafter: str) -> None:
     ]
     if left := seen.passages[_STRETCHES:]:
         more = f"({show.count(len(left), 'more row')}; --json has all)"
-        rows.append((f"{left[0].first}-{left[-1].last}", more, *[""] * 7))
+        rows.append((_span(left[0].first, left[-1].last), more, *[""] * 7))
     over = f"{seen.plain / seen.by_passage:.2f}"
     sums = (_ms(seen.plain), _ms(seen.seconds), "", _ms(seen.by_passage), over)
     rows.append(("all", "", "", *sums, f"{seen.regret['passages']:+.0%}"))
@@ -103,6 +103,10 @@ def show_hindsight(seen: Hindsight, drafter: str) -> None:
     show.note(f"by the clock its steps took {1e3 * seen.measured:.0f} ms")
     for name in seen.left_out:
         show.note(f"left out: {name} remembers other answers")
+
+
+def _span(first: int, last: int) -> str:
+    return str(first) if first == last else f"{first}-{last}"
 
 
 def _ms(seconds: float) -> str:
@@ -136,7 +140,7 @@ def _picture(figure: Any, seen: Hindsight, drafter: str) -> bool:
     axes.plot([one.plain / one.best_seconds for one in rows], places, "s", color="#D55E00", label="best")
     axes.plot([one.plain / one.seconds for one in rows], places, "o", color="#0072B2", label=drafter)
     axes.axvline(1.0, color="black", ls="--", lw=1.2, label="none = 1.0")
-    axes.set_yticks(places, [_label(one.text, f"{one.first}-{one.last}") for one in rows], fontsize=8)
+    axes.set_yticks(places, [_label(one.text, _span(one.first, one.last)) for one in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.margins(x=0.2)
     axes.set_xlabel("tokens per second over plain decoding, at measured prices")
@@ -157,12 +161,12 @@ def show_explained(told: Explained) -> None:
         show.note("nothing to explain: the answer had no step after its first token")
         return
     runs = told.stretches()
-    rows = [_cells(one, f"{one.first}-{one.last}") for one in runs[:_STRETCHES]]
+    rows = [_cells(one, _span(one.first, one.last)) for one in runs[:_STRETCHES]]
     if len(runs) > _STRETCHES:
         left = show.count(len(runs) - _STRETCHES, "more run")
         rows.append(
             (
-                f"{runs[_STRETCHES].first}-{total.last}",
+                _span(runs[_STRETCHES].first, total.last),
                 f"({left}; --json has all)",
                 *[""] * (len(_COLUMNS) - 2),
             )

@@ -16,6 +16,7 @@ from outpace.cli.options import AutoOptions, SamplingOptions, notes, option, out
 from outpace.cli.runs import REPEATS, Run, Sides
 from outpace.errors import RequestError
 from outpace.files import decoded, expanded, reading
+from outpace.server.limits import Limits
 
 if TYPE_CHECKING:
     from outpace.engine.engine import Engine
@@ -82,8 +83,11 @@ def generate(
     if explain and (compare or n > 1):
         other = "--compare" if compare else f"--n {n}"
         raise RequestError(f"--explain shows one answer, got {other} as well; drop one of the two")
-    if logprobs is not None and not as_json:
-        raise RequestError("--logprobs are printed with --json only; add it")
+    if logprobs is not None:
+        if not as_json:
+            raise RequestError("--logprobs are printed with --json only; add it")
+        if logprobs > (most := Limits().logprobs):
+            raise RequestError(f"--logprobs must be at most {most}, got {logprobs}")
     if out is not None and not explain:
         raise RequestError("--out is where --explain writes; add it")
     text = read_prompt(prompt, prompt_file)
@@ -94,6 +98,7 @@ def generate(
     engine = model.load(drafter=drafting.spec, allow_lossy=drafting.allow_lossy)
     engine.remember()
     run = Run(engine, to_ids(engine, text, chat, system), params, sampling.reproducible)
+    params.check_vocab(engine.target.vocab_size, engine.eos_ids)  # said before any remark
     remarks = notes(engine, params)
     about = {"model": engine.target.name, "dtype": dtype_name(engine.target.dtype), "notes": remarks}
     if not as_json:

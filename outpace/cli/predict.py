@@ -129,12 +129,7 @@ def predict(
     held = partial(read, kind=kind, dtype=dtype, quantize=quantize, cache=kv_dtype)
     shape = held(config)
     length = prompt if context is None else context
-    room = shape.config.max_positions
-    if max(prompt, length + max(counts)) > room:
-        raise RequestError(
-            f"{shape.name} has {room} positions, fewer than --prompt {prompt} or --context {length} with "
-            f"{max(counts)} rows"
-        )
+    _check_room(shape, prompt, length, max(counts))
     calibration: Calibration | None = None
     if record is None:
         calibration = _here(shape, threads, calibrate_with, calibrate_again)
@@ -161,6 +156,19 @@ def predict(
     text = json.dumps(report["device"]["record"], indent=1) + "\n"
     with show.then_write(out, lambda folder: show.save(folder / "device.json", text)):
         show.finish(report, as_json, lambda: show_report(report), out, "predict", pictures)
+
+
+def _check_room(shape: Planned, prompt: int, context: int, rows: int) -> None:
+    """Raise RequestError unless a prompt fits, and a context with rows behind it."""
+    room = shape.config.max_positions
+    if prompt > room:
+        raise RequestError(f"--prompt must be at most {room}, the positions of {shape.name}, got {prompt}")
+    if context + rows > room:
+        do = f"give --context {room - rows} or less" if rows <= room else "give fewer --rows"
+        raise RequestError(
+            f"--context {context} and {rows} rows behind it are more than the {room} positions of "
+            f"{shape.name}; {do}"
+        )
 
 
 def machine_of(model: str, device: str, threads: int | None) -> tuple[Planned, Device, str, float]:

@@ -87,4 +87,5 @@ def lacks(row: registry.MethodEntry) -> str:
     """What a method needs besides the target; empty where it needs nothing."""
     if not row.trained:
         return ""
-    return "a draft model" if row.family == "compose" else "weights of its own"
+    known = {"compose": "a draft model", "lookup": "a file made of texts"}
+    return known.get(row.family, "weights of its own")

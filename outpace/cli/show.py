@@ -222,7 +222,10 @@ def table(
         drawn.add_row(*(Text(cell) for cell in row))
     stream = sys.stderr if to_stderr else sys.stdout
     sys.stdout.flush()
-    Console(file=stream, width=None if stream.isatty() else _WIDE).print(drawn)
+    try:
+        Console(file=stream, width=None if stream.isatty() else _WIDE).print(drawn)
+    except SystemExit:  # rich ends the program where the reader has left
+        raise BrokenPipeError from None
 
 
 def listed(rows: Iterable[Sequence[Any]], columns: Mapping[str, str], texts: Collection[str] = ()) -> None:

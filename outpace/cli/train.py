@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import tempfile
+import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -128,11 +129,15 @@ def train(
         if not dry_run:
             stack.enter_context(told(_say, partial(checkpoint.kept, work / method, work / method / "best")))
         own: Sequence[str] = ()
+        prompt_seconds = 0.0
         if self_prompts is not None:
             options.trial(engine.target)  # refuses what cannot be, before the model thinks of prompts
             # What is only estimated leaves nothing behind.
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
-            own = _self_prompts(engine, there, min(self_prompts, 64) if dry_run else self_prompts)
+            count = min(self_prompts, 64) if dry_run else self_prompts
+            began = time.perf_counter()
+            own = _self_prompts(engine, there, count)
+            prompt_seconds = (time.perf_counter() - began) * self_prompts / count
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     pipeline = Pipeline(
         engine,
@@ -162,7 +167,8 @@ def train(
         if self_prompts is None:  # of which only a few were thought of
             pipeline.check_prompts()
         with show.busy("measuring speeds"):
-            _show_estimate(pipeline, estimate(pipeline, MEASURED_PROMPTS * MEASURED_TOKENS), as_json)
+            found = estimate(pipeline, MEASURED_PROMPTS * MEASURED_TOKENS, prompt_seconds)
+            _show_estimate(pipeline, found, as_json)
         return
     if only_data:
         pipeline.data()
@@ -338,13 +344,14 @@ def _show_estimate(pipeline: Pipeline, found: Estimate, as_json: bool) -> None:
             }
         )
         return
+    prompts = f"prompts {clock_text(found.prompt_seconds)}, " if found.prompt_seconds else ""
     show.write(
         f"{pipeline.options.method} for {pipeline.target.name}, roughly; nothing was started\n"
         f"tokens   {found.answer_tokens} in {show.count(found.answers, 'answer')}, "
         f"{found.tokens} with their prompts\n"
         f"disk     {size_text(found.disk_bytes)} in {pipeline.work} ({size_text(free)} are free)\n"
         f"memory   {size_text(found.memory_bytes)}\n"
-        f"time     {clock_text(found.seconds)}: answers {clock_text(found.generate_seconds)}, "
+        f"time     {clock_text(found.seconds)}: {prompts}answers {clock_text(found.generate_seconds)}, "
         f"features {clock_text(found.feature_seconds)}, {found.steps} steps "
         f"{clock_text(found.train_seconds)}, measurement {clock_text(found.measure_seconds)}\n"
         f"drafter  {pipeline.out}\n"

@@ -100,6 +100,8 @@ def check_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
                 "give a string or a list of text parts"
             )
         checked.append({**message, "content": content})
+    if not any(one["content"] or one.get("tool_calls") for one in checked):
+        raise RequestError("messages has no text; give some")
     plain: list[dict[str, Any]] = _plain("messages", checked)
     return plain
 

@@ -2,14 +2,15 @@
 
     gain = E[tokens kept] - throughput * E[seconds more]
 
-``throughput`` is what the batch emits lately, in tokens per second, and at least that of plain decoding.
-A draft with a positive gain raises it, so `none` is what remains where no gain is positive. A level of a
-drafter is paid for once by all sequences that use it, so drafters with levels are weighed for all together.
+``throughput`` is that of the step as it is planned, in tokens per second. So the drafts that win are those
+whose step has most, and `none` is what remains where no gain is positive. Other steps do not count: after
+an easy passage a hard one has to be written all the same. A level of a drafter is paid for once by all
+sequences that use it, so drafters with levels are weighed for all together.
 A drafter that is not asked teaches nothing. It is tried for one sequence when the last trial lies so far
 back that trials lose no more than their share of the time.
 
-Sources: the gain is the marginal value of a renewal process, as in goodput (SmartSpec, arXiv:2406.14066)
-and in trees by measured cost (Sequoia, arXiv:2402.12374).
+Sources: goodput (SmartSpec, arXiv:2406.14066) and trees by measured cost (Sequoia, arXiv:2402.12374); the
+largest ratio by gains at a rate that is put right until they agree (Dinkelbach 1967).
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import Any, NamedTuple
 from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import PAGE, Costs
-from outpace.policies.offers import NONE, Offer, Prices
+from outpace.policies.offers import NONE, Menu, Offer, Prices, Seconds, Size
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
 
 _KEPT = 64  # keys whose counts are kept, and loads whose prices are
+_TRIES = 2  # plans of a step at most, until its rate is the one that it was planned for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,18 +36,17 @@ class AutoConfig:
     """No settings: what depends on machine, model and text is measured."""
 
 
-class Menu(NamedTuple):
-    """What a drafter offers to one sequence, and what that follows from."""
+class Weighed(NamedTuple):
+    """Drafts that a drafter may be asked for, for one sequence, and what that follows from."""
 
-    prices: Prices
+    seconds: Seconds
     room: int
     """Levels that the sequence has room for."""
-    offers: Sequence[Offer]
-    """The ones that gain most with 1, 2, ... levels at most."""
-    read: float = 0.0
-    """Tokens that the text costs that the drafter has to read first."""
-    best: Offer | None = None
-    """The one that gains most, less its levels, for one sequence."""
+    sizes: Sequence[Size]
+    read: float
+    """Seconds of what the drafter has to read first."""
+    menus: dict[int, Menu]
+    """By rate; see ``Seconds.at``."""
 
 
 @dataclass(slots=True)
@@ -59,7 +60,7 @@ class State:
     asked: Offer | None = None
     quiet: int = 0
     """Plans in a row that led to no draft, up to a limit. It is planned for in one of 2**quiet steps."""
-    menus: dict[str, Menu] = field(default_factory=dict)
+    weighed: dict[str, Weighed] = field(default_factory=dict)
     """Drafter -> what it offers, as it was weighed last."""
 
 
@@ -79,7 +80,8 @@ class Auto(Policy):
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
         self._told: set[str] = set()  # drafters that preview
-        self._prices: dict[tuple[int, ...], tuple[int, Prices]] = {}  # with the step until which they hold
+        self._seconds: dict[tuple[int, ...], tuple[int, Seconds]] = {}  # with the step until which they hold
+        self._pace = 0  # of the last step, as it was planned
 
     def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> State:
         """Nothing is known of the sequence but what others of its kind taught."""
@@ -97,16 +99,14 @@ class Auto(Policy):
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
         awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
         self._tick += 1
-        prices = self._priced(len(rows), load)
-        previewed, asked = self._offered(rows, awake, prices, load)
-        chosen: dict[int, Offer] = {}
-        for i in awake:
-            best = max([menu_B[i].offers[0] for menu_B in previewed.values() if i in menu_B], default=None)
-            if best is not None and best.gain > 0.0:
-                chosen[i] = best
-        chosen |= self._together(asked, chosen, prices)
-        if load.batch > 1:
-            chosen = prices.paying(chosen)
+        seconds = self._timed(len(rows), load)
+        for _ in range(_TRIES):
+            prices = seconds.at(self._pace)
+            previewed, asked = self._offered(rows, awake, seconds, load)
+            chosen = self._best(previewed, asked, prices)
+            before, self._pace = self._pace, prices.pace(chosen.values())
+            if abs(self._pace - before) <= 1:
+                break
         self._wait -= 1.0
         tried = None
         if self._wait <= 0.0:
@@ -115,8 +115,8 @@ class Auto(Policy):
             }
             tried = self._trial({**idle, **asked}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
-        if tried is not None or 2 * self._guesses > prices.foreseen:
-            self._prices.clear()  # the step tells something new
+        if tried is not None or 2 * self._guesses > seconds.foreseen:
+            self._seconds.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
@@ -127,12 +127,28 @@ class Auto(Policy):
             plans.append(prices.plan(row, row.state.asked, reason))
         return plans
 
+    def _best(
+        self,
+        previewed: Mapping[str, Mapping[int, Menu]],
+        asked: Mapping[str, Mapping[int, Menu]],
+        prices: Prices,
+    ) -> dict[int, Offer]:
+        """What gains most, by sequence."""
+        chosen: dict[int, Offer] = {}
+        for menu_B in previewed.values():
+            for i, menu in menu_B.items():
+                if menu.offers[0].gain > (chosen[i].gain if i in chosen else 0.0):
+                    chosen[i] = menu.offers[0]
+        chosen |= self._together(asked, chosen, prices)
+        return prices.paying(chosen) if prices.batch > 1 else chosen
+
     def _offered(
-        self, rows: Sequence[PolicyRow], awake: Sequence[int], prices: Prices, load: Load
+        self, rows: Sequence[PolicyRow], awake: Sequence[int], seconds: Seconds, load: Load
     ) -> tuple[dict[str, dict[int, Menu]], dict[str, dict[int, Menu]]]:
         """By drafter and sequence: offers of those that preview their drafts, and of those that do not."""
         previewed: dict[str, dict[int, Menu]] = {}
         asked: dict[str, dict[int, Menu]] = {}
+        prices = seconds.at(self._pace)
         for i in awake:
             self._told |= rows[i].previews.keys()
         for i, row in enumerate(rows):
@@ -141,34 +157,36 @@ class Auto(Policy):
                 if preview:
                     scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
                     offer = prices.look_up(name, preview, row.limit, scale)
-                    previewed.setdefault(name, {})[i] = Menu(prices, 0, (offer,))
+                    previewed.setdefault(name, {})[i] = Menu((offer,))
                 elif name not in self._told and budget.max_nodes and name != NONE:
-                    menu = self._menu(row, name, prices, load)
+                    menu = self._menu(row, name, seconds, load)
                     if menu.best is not None:
                         asked.setdefault(name, {})[i] = menu
         return previewed, asked
 
-    def _priced(self, own: int, load: Load) -> Prices:
+    def _timed(self, own: int, load: Load) -> Seconds:
         key = own, load.beside, load.batch, load.context // PAGE
-        until, prices = self._prices.get(key, (0, None))
-        if prices is None or until <= self._tick:
-            if len(self._prices) > _KEPT:
-                self._prices.clear()
-            prices = Prices(self.costs, load, own, self._guesses)
-            self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
-        return prices
+        until, seconds = self._seconds.get(key, (0, None))
+        if seconds is None or until <= self._tick:
+            if len(self._seconds) > _KEPT:
+                self._seconds.clear()
+            seconds = Seconds(self.costs, load, own, self._guesses)
+            self._seconds[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), seconds
+        return seconds
 
-    def _menu(self, row: PolicyRow, name: str, prices: Prices, load: Load) -> Menu:
-        """Offers hold as long as prices do."""
-        state, budget = row.state, row.drafters[name]
+    def _menu(self, row: PolicyRow, name: str, seconds: Seconds, load: Load) -> Menu:
+        """Drafts are weighed as often as seconds are read."""
+        state, budget, prices = row.state, row.drafters[name], seconds.at(self._pace)
         room = min(row.limit.max_depth, budget.max_depth)
-        menu: Menu | None = state.menus.get(name)
-        if menu is None or menu.prices is not prices or menu.room != room:
-            read = 0.0 if name in state.here else prices.rate * self.costs.reading(name, load.context)
-            here = self._here(state, name)
-            offers = prices.offers(name, budget, row.limit, self._pool(state, name), here, read)
-            best = max(offers, key=lambda one: one.gain - prices.draft(name, one.levels), default=None)
-            state.menus[name] = menu = Menu(prices, room, offers, read, best)
+        weighed: Weighed | None = state.weighed.get(name)
+        if weighed is None or weighed.seconds is not seconds or weighed.room != room:
+            read = 0.0 if name in state.here else self.costs.reading(name, load.context)
+            sizes = seconds.sizes(budget, row.limit, self._pool(state, name), self._here(state, name))
+            weighed = state.weighed[name] = Weighed(seconds, room, sizes, read, {})
+        menu = weighed.menus.get(self._pace)
+        if menu is None:
+            menu = prices.menu(name, weighed.sizes, weighed.read, max(1, row.limit.max_depth))
+            weighed.menus[self._pace] = menu
         return menu
 
     def _together(

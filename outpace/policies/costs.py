@@ -116,7 +116,6 @@ class Costs:
         self._supposed: dict[str, Sequence[float]] = {}
         self._drafts: dict[str, dict[int, Line]] = {}
         self._reads: dict[str, tuple[float, float]] = {}  # seconds of late reading, and its tokens
-        self._lately: dict[int, tuple[float, float]] = {}  # tokens of steps lately, and their seconds
         self.start(curve)
 
     def start(self, curve: CostCurve | None) -> None:
@@ -190,12 +189,6 @@ class Costs:
         seconds, of = self._reads.get(drafter, (0.0, 1.0))
         return seconds / of * tokens
 
-    def lately(self, batch: int) -> float:
-        """Tokens per second of steps of about so many sequences; 0 before the first."""
-        self._settle()
-        tokens, seconds = self._lately.get(_power(batch), (0.0, 1.0))
-        return tokens / seconds
-
     def watch(self, record: StepRecord) -> None:
         """Put a step by. Prompts teach nothing: their rows have no logits."""
         if not record.prompt and record.rows:
@@ -221,9 +214,6 @@ class Costs:
         shape_R = self._shape(record.context, count, guesses)
         spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
         passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
-        emitted, keep = sum([len(row.emitted) for row in record.rows]), self.tuning.remember
-        tokens, took = self._lately.get(_power(count), (0.0, 0.0))
-        self._lately[_power(count)] = keep * tokens + emitted, keep * took + sum(seconds.values())
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if any(self._supposed.get(row.drafter, (1.0,)))]

@@ -33,6 +33,10 @@ _PART: Schema = {
 _CONTENT: Schema = {
     "anyOf": [{"type": "string"}, {"type": "array", "items": {"anyOf": [{"type": "string"}, _PART]}}]
 }
+_TEXTS: Schema = {
+    "type": "array",
+    "contains": {"anyOf": [_TEXT, {"required": ["text"], "properties": {"text": _TEXT}}]},
+}
 _MESSAGE: Schema = {
     "type": "object",
     "required": ["role"],
@@ -55,6 +59,13 @@ _MESSAGE: Schema = {
     ],
 }
 """As `models.chat.check_messages` and `parsing` take one."""
+_SAYS: Schema = {
+    "anyOf": [
+        {"required": ["content"], "properties": {"content": {"anyOf": [_TEXT, _TEXTS]}}},
+        _MESSAGE["anyOf"][1],
+    ]
+}
+"""Of one message at least there is a text, or a call."""
 
 
 def _null(*names: str) -> Schema:
@@ -207,7 +218,7 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         "allowed_token_ids": {"items": token, "minItems": 1},
         "tokens": {"items": token, "maxItems": of.context},
         "logit_bias": {"propertyNames": {"pattern": f"^({below(of.vocab_size)})$"}, "maxProperties": 10000},
-        "messages": {"items": _MESSAGE, "minItems": 1, "maxItems": of.messages},
+        "messages": {"items": _MESSAGE, "contains": _SAYS, "minItems": 1, "maxItems": of.messages},
         "chat_template_kwargs": {"propertyNames": {"not": {"enum": list(of.template_keys)}}},
     }
     for schema in schemas.values():
@@ -251,7 +262,7 @@ def _add(said: Schema, more: Schema) -> None:
 _OF: Mapping[str, tuple[str, ...]] = {
     "integer": ("maximum",),
     "string": ("minLength", "enum"),
-    "array": ("items", "minItems", "maxItems"),
+    "array": ("items", "contains", "minItems", "maxItems"),
     "object": ("propertyNames", "maxProperties"),
 }
 

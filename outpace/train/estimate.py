@@ -36,6 +36,8 @@ class Estimate:
     """At most in use at a time."""
     steps: int
     """Of training."""
+    prompt_seconds: float
+    """To write the target's own prompts."""
     generate_seconds: float
     feature_seconds: float
     train_seconds: float
@@ -44,18 +46,19 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        spent = self.generate_seconds + self.feature_seconds + self.train_seconds
-        return spent + self.measure_seconds
+        spent = self.prompt_seconds + self.generate_seconds + self.feature_seconds
+        return spent + self.train_seconds + self.measure_seconds
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "seconds": self.seconds}
 
 
-def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
+def estimate(pipeline: Pipeline, measured_tokens: int = 0, prompt_seconds: float = 0.0) -> Estimate:
     """Say what a training would take.
 
     Args:
         measured_tokens: answer tokens that a measurement of the drafter has, at one sequence.
+        prompt_seconds: until the prompts are there, which the target writes itself.
 
     Cost: a few passes of the target, one of them over 1024 tokens, and one step of training.
     Effects: none on the disk.
@@ -100,6 +103,7 @@ def estimate(pipeline: Pipeline, measured_tokens: int = 0) -> Estimate:
         disk_bytes=max(0, room - there) + 4 * tokens + 3 * 12 * parameters,
         memory_bytes=_peak_memory() + cache_bytes * rows * batch,
         steps=steps,
+        prompt_seconds=prompt_seconds,
         generate_seconds=missing * (answer * decode / batch + prompt * per_row / data.answers),
         feature_seconds=computed * per_row if pipeline.taps else 0.0,
         train_seconds=train_seconds,

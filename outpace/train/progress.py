@@ -32,7 +32,7 @@ class Tick:
         share = 100 * self.done / self.total if self.total else 100.0
         return (
             f"{self.what}: {self.done}/{self.total} {self.unit} ({share:.1f} %), "
-            f"{self.rate:.0f} {self.unit}/s, {clock_text(self.seconds_left)} left"
+            f"{self.rate:.{int(self.rate < 10)}f} {self.unit}/s, {clock_text(self.seconds_left)} left"
         )
 
 

@@ -90,7 +90,7 @@ def test_the_policy_hears_noise_and_the_score_does_not():
 
 def test_judging_names_every_scenario_and_policy():
     texts = [text((4, 0, 1), (1, 2), kind=kind) for kind in ("a", "b")]
-    rows = judge.judge(texts, judge.named(["auto", "two_lines"]), only="cpu, a", orders=2)
+    rows = judge.judge(texts, judge.named(["auto", "two_lines"]), judge.chosen(texts, "cpu, a"), orders=2)
     (row,) = rows
     assert set(row.rates) == {"auto", "two_lines"} and row.best_rate >= row.plain_rate
     assert row.regret("auto") == 1.0 - row.rates["auto"] / row.best_rate
@@ -98,10 +98,9 @@ def test_judging_names_every_scenario_and_policy():
 
 
 def test_one_text_is_enough():
-    names = [
-        row.scenario
-        for row in judge.judge([text(lookup=[2, 0], positions=20)], judge.named(["auto"]), "cpu, ")
-    ]
+    texts = [text(lookup=[2, 0], positions=20)]
+    rows = judge.judge(texts, judge.named(["auto"]), judge.chosen(texts, "cpu, "))
+    names = [row.scenario for row in rows]
     assert "cpu, 1" in names and not any("turning" in name for name in names)
 
 
@@ -162,14 +161,14 @@ def test_replay_foresees_what_is_measured():
 
 def test_every_part_of_auto_is_left_out_by_name():
     texts = [text(lookup=[2, 0], model=[1, 2, 0], positions=30, kind=kind) for kind in "ab"]
-    rows = judge.judge(texts, ablation.variants(), only="cpu, 1")
+    rows = judge.judge(texts, ablation.variants(), judge.chosen(texts, "cpu, 1"))
     found = ablation.worth(rows)
     assert len(found) == len(ablation.variants()) - 1
     assert [one.most for one in found] == sorted((one.most for one in found), reverse=True)
     assert all(one.where and one.mean <= one.most for one in found)
     constants = ablation.variants(constants=True)
     assert len(constants) == 1 + 2 * len(Tuning.__slots__)
-    assert judge.judge(texts, constants, only="rows one by one")
+    assert judge.judge(texts, constants, judge.chosen(texts, "rows one by one"))
 
 
 def test_a_recording_that_fails_leaves_nothing_open(monkeypatch):

@@ -3,7 +3,9 @@ import json
 import pytest
 
 from outpace import Engine, RequestError
+from outpace.analysis import judge
 from outpace.analysis.acceptance import MOST, RULES, measure
+from outpace.analysis.scenarios import scenarios
 from outpace.bench import formats, workloads
 from outpace.cli import analyze
 
@@ -156,7 +158,10 @@ def test_a_disk_that_is_full_by_then_costs_the_recording_alone(outpace, tmp_path
     count = len(json.loads(ran.out)["scenarios"])
     assert count > 1 and f"0/{count} scenarios: cpu" in ran.err and f"{count}/{count} scenarios" in ran.err
     assert json.loads(ran.out) == json.loads((tmp_path / "out" / "policy.json").read_text())
+    made = []
+    monkeypatch.setattr(judge, "scenarios", lambda *given: made.append(given) or scenarios(*given))
     again = outpace(*given, "--texts", str(tmp_path / "t.gz"))
+    assert len(made) == 1, "the list of scenarios is built once"
     none = outpace(*given, "--texts", str(tmp_path / "t.gz"), "--only", "abacus")
     assert none.code == 2 and "--only 'abacus' is part of no scenario's name" in none.err
     assert again.code == 0 and json.loads(again.out).keys() == json.loads(ran.out).keys()

@@ -133,7 +133,7 @@ def test_bad_input_is_one_line(outpace, arguments, says):
     [
         ("draft_modle+max_gram", "did you mean draft_model"),
         ("draft_model+max_grm", "unknown drafter 'max_grm'; did you mean max_gram"),
-        ("draft_model[modle=tiny]", "unknown setting of drafter 'draft_model' 'modle'"),
+        ("draft_model[modle=tiny]", "unknown setting 'modle' of drafter 'draft_model'"),
         ("draft_model[layers=0]", "layers must be at least 1, got 0"),
         ("draft_model+", "has an empty part"),
         ("draft_model[tree=chain]", "says tree, which the whole decides"),

@@ -51,6 +51,15 @@ def test_without_a_name_it_goes_where_the_drafter_looks(outpace, folder):
     assert ran.out.startswith(f"{made}: ") and made.suffix == ".bigram"
 
 
+@pytest.mark.parametrize("files", ["a.txt", "answers"])
+def test_where_it_goes_is_tried_before_anything_is_read(outpace, folder, monkeypatch, files):
+    TokenStore.create(folder / "answers", target="tiny", digest="d", vocab_size=512, about={})
+    monkeypatch.setenv("OUTPACE_DATA", str(folder / "a.txt"))
+    monkeypatch.setattr(BigramTable, "count", None)
+    ran = outpace("build", "bigram", files, "-m", "tiny")
+    assert ran.code == 2 and "Not a directory" in ran.err and ran.err.count("\n") == 1
+
+
 def test_a_table_of_the_targets_own_answers(outpace, folder):
     target = load_target("tiny")
     store = TokenStore.create(

@@ -199,6 +199,8 @@ def test_explain_tells_who_drafted_when_and_what_it_brought(outpace, drafter):
 def test_explain_of_a_single_token_says_that_there_is_nothing(outpace):
     ran = outpace(*TINY, "--explain", "--max-new-tokens", "1", PROMPT)
     assert ran.code == 0 and "nothing to explain" in ran.err.splitlines()[-1]
+    ran = outpace(*TINY, "--explain", "--max-new-tokens", "2", "--drafter", "none", PROMPT)
+    assert ran.code == 0 and "\n 1 " in ran.err and "1-1" not in ran.err
 
 
 def test_explain_writes_a_plot_and_its_figures(outpace, tmp_path, monkeypatch):
@@ -231,6 +233,17 @@ def test_what_a_model_was_made_into_is_said(outpace):
     assert ran.code == 0 and ran.out.count("\n") == 1
     note = ran.err.splitlines()[0]
     assert note.startswith("outpace: ") and "float32" in note and "Q4_1" in note
+
+
+def test_ids_that_there_are_not_are_said_before_what_the_model_is(outpace):
+    for command in (("generate", "hi"), ("chat",)):
+        ran = outpace(*command, "--ban-token-id", "9999999")
+        assert ran.code == 2 and ran.err.startswith("outpace: error: banned_tokens holds token 9999999")
+
+
+def test_logprobs_are_bounded_as_those_of_the_server(outpace):
+    ran = outpace(*TINY, "--json", "--logprobs", "21", PROMPT)
+    assert ran.code == 2 and ran.err == "outpace: error: --logprobs must be at most 20, got 21\n"
 
 
 def test_a_wrong_tree_is_told_whoever_drafts(outpace):

@@ -1,6 +1,7 @@
 """Exit codes, errors in one line, start-up, and what happens to a process that is stopped."""
 
 import errno
+import io
 import os
 import shutil
 import signal
@@ -455,6 +456,15 @@ def test_output_that_cannot_be_written():
     assert ran.stderr.startswith("outpace: error: cannot write to standard output: ")
     assert ran.stderr.endswith("No space left on device; make room on that disk\n")
     assert ran.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("closed", ["stdin", "stdout", "stderr"])
+def test_a_stream_that_is_closed_from_the_start_is_no_error(monkeypatch, closed):
+    for name in ("stdin", "stdout", "stderr"):
+        monkeypatch.setattr(sys, name, None if name == closed else io.StringIO())
+    assert cli.main(["chat", "--model", "tiny", "--max-new-tokens", "2"]) == 0
+    assert cli.main(["methods", "suffix"]) == 0
+    getattr(sys, closed).close()
 
 
 def test_a_full_disk_is_one_line_that_asks_for_room(outpace, monkeypatch, tmp_path):

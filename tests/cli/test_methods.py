@@ -74,7 +74,7 @@ def test_what_a_drafter_lacks_is_said_rightly(outpace):
     }
     for name in ("cascade", "ouroboros", "graph", "cross_vocabulary"):
         assert found[name] == "needs a draft model"
-    assert found["retrieval"] == "needs weights of its own" and found["suffix"] == "ready"
+    assert found["retrieval"] == "needs a file made of texts" and found["suffix"] == "ready"
     with_one = {
         one["name"]: one["status"]
         for one in json.loads(outpace("methods", "--model", "smollm2-135m", "--json").out)

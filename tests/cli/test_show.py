@@ -1,4 +1,5 @@
 import json
+import os
 import sys
 
 import pytest
@@ -88,3 +89,12 @@ def test_a_report_that_cannot_be_printed_is_written(monkeypatch, tmp_path, as_js
     with pytest.raises(BrokenPipeError):
         show.finish({"a": 1}, as_json, lambda: show.write("a"), tmp_path, "report")
     assert json.loads((tmp_path / "report.json").read_text()) == {"a": 1}
+
+
+def test_a_table_whose_reader_has_left_is_as_other_text(monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr("sys.stdout", gone)
+        with pytest.raises(BrokenPipeError):
+            show.table(("a",), [("b",)])

@@ -73,7 +73,7 @@ def test_from_prompts_to_a_measured_drafter_that_methods_lists(outpace, prompts,
     listed = {m["name"]: m for m in json.loads(before.out)}
     assert listed["draft_model"]["status"] == "not trained"
     assert listed["prompt_lookup"]["status"] == "ready"
-    assert listed["retrieval"]["status"] == "needs weights of its own"
+    assert listed["retrieval"]["status"] == "needs a file made of texts"
     data = train(outpace, *given, "--only-data", "--json")
     assert data.code == 0 and "generating" in data.err
     assert json.loads(data.out)["answer_tokens"] >= 1500
@@ -227,7 +227,7 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(outpace, prompts, data_f
         (("draft_model",), "no prompts"),
         (("draft_model", "--tokens", "0"), "--tokens must be at least 1"),
         (("draft_model", "--prompts", "nowhere.jsonl"), "nowhere.jsonl: No such file"),
-        (("draft_model", "--set", "x=1"), "unknown setting of draft_model 'x'"),
+        (("draft_model", "--set", "x=1"), "unknown setting 'x' of draft_model"),
         (("draft_model", "--set", "temperature=0"), "temperature must be above 0, got 0"),
         (("eagle3", "--set", "layer=99", "--self-prompts", "4"), "eagle3: layer=99, but tiny:7 has"),
     ],
@@ -304,3 +304,4 @@ def test_a_dry_run_thinks_of_few_prompts(outpace, data_folder, monkeypatch):
     assert ran.code == 0, ran.err
     assert asked == [45, 10, 10], "prompts, then answers to one in three, then what the user says to those"
     assert "prompts: 30/30" in ran.err and "nothing was started" in ran.out and not data_folder.exists()
+    assert ": prompts 0:00:0" in ran.out, "the time that it takes to write them counts"

@@ -116,6 +116,16 @@ def test_the_change_test_can_fail():
     assert after_change(CHANGES["one begins to pay"], Deaf) < 0.75
 
 
+def test_a_step_has_to_beat_no_other_step():
+    """Where a lookup copied well, time seems dear: a drafter that pays in this step is asked all the same."""
+    copies = Fake([lambda coins: [0.97] * 16, lambda coins: []])
+    simulator = Simulator(Auto(AutoConfig()), {"lookup": copies, "model": Fake([0.6], 0.2 * PASS)})
+    simulator.run(40, part=1)
+    assert rate(simulator.run(60)) > 4 / PASS
+    hard = simulator.step(part=1)[0]
+    assert (hard.drafter, hard.plan.choice.reason) == ("model", "best")
+
+
 def taught(policy, state, kept, drafter="m"):
     """Has a policy see what became of drafts of one guess."""
     row = PolicyRow(state, {drafter: Budget(1, 1)}, Budget(9, 9), None)

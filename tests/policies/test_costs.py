@@ -153,11 +153,6 @@ def test_judging_guesses_makes_them_dearer():
     assert costs.passed(4, 0, 1) == pytest.approx(0.014, rel=0.03)
 
 
-def test_what_the_batch_emits_lately_counts_all_of_a_step():
-    costs = watched(record(1, 0.008, 0.001, batch=4), times=3)
-    assert costs.lately(4) == pytest.approx(4 / 0.009) and costs.lately(64) == 0.0
-
-
 def test_steps_are_learned_from_when_a_cost_is_read_or_many_wait():
     costs, one = Costs(), record(1, 0.010)
     for _ in range(TUNING.most - 1):

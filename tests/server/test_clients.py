@@ -33,7 +33,7 @@ LONG = "word " * 4000
 @pytest.fixture(scope="module")
 def url(engine):
     with (
-        Service(engine, drafters=("prompt_lookup",), max_batch=4) as service,
+        Service(engine, drafters=("auto",), max_batch=4) as service,
         listening(create_app(service, name="smollm2-135m", limits=LIMITS), LIMITS) as address,
     ):
         yield f"{address}/v1"

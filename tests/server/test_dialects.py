@@ -246,6 +246,21 @@ def test_messages_that_are_refused(inside, body, says):
     assert told["error"]["param"].partition(".")[0] in body, told
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("chat/completions", {"messages": [{"role": "user", "content": ""}]}, "messages"),
+        ("messages", {"messages": [{"role": "user", "content": ""}], "max_tokens": 4}, "messages"),
+        ("responses", {"input": ""}, "input"),
+        ("responses", {"input": [{"role": "user", "content": []}]}, "input"),
+        ("completions", {"prompt": ""}, "prompt"),
+    ],
+)
+def test_nothing_is_no_request(inside, path, body, param):
+    response = inside.post(f"/v1/{path}", body)
+    assert response.status_code == 400 and response.json()["error"].get("param", param) == param
+
+
 def test_errors_reach_the_client_in_its_form(messenger, address):
     with pytest.raises(anthropic.NotFoundError, match="not served here") as caught:
         messenger.messages.create(model="other", max_tokens=2, messages=HI)

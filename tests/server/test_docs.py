@@ -11,7 +11,7 @@ import httpx
 import openai
 import pytest
 
-from outpace.cli.serve import serve
+from outpace.cli.serve import serve, with_reference
 from outpace.server import schema
 
 PAGE = (Path(__file__).parents[2] / "docs" / "serve.md").read_text(encoding="utf-8")
@@ -81,6 +81,13 @@ def here(client, monkeypatch):
 
 def python_of(text):
     return re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("name", ["serve", "integrations"])
+def test_pages_name_drafters_that_a_server_has_unasked(name):
+    page = (Path(__file__).parents[2] / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    named = re.findall(r'"drafter": "(\w+)"', "".join(python_of(page)))
+    assert named and set(named) <= {"none", *with_reference(["auto"])}
 
 
 def test_the_python_of_the_page_runs(here):

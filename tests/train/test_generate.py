@@ -236,7 +236,7 @@ def test_progress_is_told(engine, tmp_path, monkeypatch):
     assert len(ticks) > 5 and ticks[-1].done == ticks[-1].total == 400
     assert [t.done for t in ticks] == sorted(t.done for t in ticks)
     assert str(Tick("generating", 50, 200, "tokens", 3.0)) == (
-        "generating: 50/200 tokens (25.0 %), 3 tokens/s, 0:00:50 left"
+        "generating: 50/200 tokens (25.0 %), 3.0 tokens/s, 0:00:50 left"
     )
     assert str(Tick("generating", 0, 200, "tokens", 0.0)).endswith("? left")
     assert str(Tick("generating", 200, 200, "tokens", 0.0)).endswith("0:00:00 left")

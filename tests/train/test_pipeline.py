@@ -320,7 +320,7 @@ def test_settings_are_read_by_group():
         ("draft_model", "layers", SpecError, "is not key=value"),
         ("draft_model", "layer=1", UnknownNameError, "did you mean layers"),
         ("draft_model", "loop.lrr=1", UnknownNameError, "did you mean loop.lr"),
-        ("draft_model", "lr=1", UnknownNameError, "unknown setting of draft_model 'lr'"),
+        ("draft_model", "lr=1", UnknownNameError, "unknown setting 'lr' of draft_model"),
         ("draft_model", "other.x=1", UnknownNameError, "unknown setting"),
         ("draft_model", ".layers=1", UnknownNameError, "unknown setting"),
         ("draft_model", "layers=x", SpecError, "whole number"),

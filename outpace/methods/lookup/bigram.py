@@ -21,7 +21,7 @@ import numpy.typing as npt
 from outpace.config import data_folder
 from outpace.drafters.trained import CONFIG, PROVENANCE
 from outpace.errors import ModelError, RequestError
-from outpace.files import reading, write_whole
+from outpace.files import check_writable, reading, write_whole
 from outpace.methods.lookup.files import read, vocabulary_digest, write
 from outpace.models.text import Tokenizer
 from outpace.train.tokens import TokenStore
@@ -134,22 +134,23 @@ def build_bigram(
     """
     if len(paths) == 1 and paths[0].is_dir():
         return _from_answers(paths[0], tokenizer, out)
+    digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
+    path = out or usual_place(digest)
+    check_writable(path.parent)
     read_tokens = 0
 
     def texts() -> Iterable[list[int]]:
         nonlocal read_tokens
-        for path in paths:
-            for piece in _pieces(path):
+        for text in paths:
+            for piece in _pieces(text):
                 ids = tokenizer.encode(piece, special=False)
                 read_tokens += len(ids)
                 yield ids
-                progress(str(path), len(piece.encode()))
+                progress(str(text), len(piece.encode()))
 
     table = BigramTable.count(texts(), tokenizer.vocab_size)
     if read_tokens < 2:
         raise RequestError(f"no text in {', '.join(map(str, paths))}; give files with some text")
-    digest = vocabulary_digest(tokenizer, tokenizer.vocab_size)
-    path = out or usual_place(digest)
     table.save(path, digest)
     return path, read_tokens
 
@@ -157,6 +158,9 @@ def build_bigram(
 def _from_answers(folder: Path, tokenizer: Tokenizer, out: Path | None) -> tuple[Path, int]:
     """Count the pairs of a target's answers; write a drafter folder."""
     store = TokenStore.open(folder)
+    target, about = store.manifest["target"], store.manifest["about"]
+    place = out or data_folder() / "drafters" / target["digest"] / METHOD
+    check_writable(place)
     read_tokens = 0
 
     def texts() -> Iterable[Sequence[int]]:
@@ -171,8 +175,6 @@ def _from_answers(folder: Path, tokenizer: Tokenizer, out: Path | None) -> tuple
     table = BigramTable.count(texts(), tokenizer.vocab_size)
     if not read_tokens:
         raise RequestError(f"{folder} holds no answers to count")
-    target, about = store.manifest["target"], store.manifest["about"]
-    place = out or data_folder() / "drafters" / target["digest"] / METHOD
     table.save(place / TABLE, vocabulary_digest(tokenizer, tokenizer.vocab_size))
     plans = [{key: plan[key] for key in plan if key != "command"} for plan in about.get("plans", ())]
     provenance = {

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +40,7 @@ Places: TypeAlias = "NDArray[Any]"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RetrievalConfig:
+    REMEDY: ClassVar[str] = ", a file; make one with `outpace build datastore FILES --out FILE`"
     store: str
     """The file that ``outpace build datastore`` wrote, for the same vocabulary."""
     max_ngram: int = 16

@@ -91,6 +91,9 @@ Item = Annotated[
 Items = Annotated[list[Item], Field(fail_fast=True, min_length=1, max_length=MOST_MESSAGES)]
 
 
+Said = Annotated[str, Field(min_length=1)]
+
+
 class Function(Body):
     """A function that the model may call."""
 
@@ -166,7 +169,7 @@ class ResponsesBody(Answered):
     )
     """Fields that are taken and not read; ``metadata`` comes back."""
 
-    input: Annotated[Annotated[str, Tag("~str")] | Annotated[Items, Tag("~list")], by_shape()]
+    input: Annotated[Annotated[Said, Tag("~str")] | Annotated[Items, Tag("~list")], by_shape()]
     """A text of the user, or messages, calls and what came of them."""
     instructions: str | None = None
     """Put before all messages, as a system message."""

@@ -208,5 +208,5 @@ def test_a_corpus_of_the_answer_is_repeated_and_settings_are_checked(tmp_path):
     assert engine.generate([7, 7, 7], drafter=spec, **settings).counters.drafted < 12 * 39
     with pytest.raises(SpecError, match="min_ngram <= max_ngram <= 32, got 2 and 33"):
         engine.method(f"retrieval[store={tmp_path}/some.store max_ngram=33]")
-    with pytest.raises(SpecError, match="store"):
+    with pytest.raises(SpecError, match=r"needs store=..., a file; make one with `outpace build datastore"):
         engine.method("retrieval")
