@@ -103,8 +103,7 @@ class Warp:
 
     def truncates(self, width: float = math.inf) -> bool:
         """Whether top-k, top-p or min-p leaves less than all of so many entries."""
-        top_k, top_p, min_p = self.truncation
-        return 0 < top_k < width or top_p < 1 or min_p > 0
+        return 0 < self.truncation[0] < width or self.truncation[1] < 1 or self.truncation[2] > 0
 
     @property
     def ruled(self) -> bool:

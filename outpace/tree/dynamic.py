@@ -135,14 +135,13 @@ class Dynamic:
         if self.chosen:  # what is likelier takes the place of what is not
             gain = self._gain([*self._value, *more]) - self._gain(self._value)
         else:
-            rows = len(self.tokens)
-            gain = reduce(add, [max(0.0, value - self.price.row(rows + i)) for i, value in enumerate(more)])
+            gain = self._gain(more, len(self.tokens))
         return gain > self.price.level(depth)
 
-    def _gain(self, value_N: Sequence[float]) -> float:
-        """What the best nodes bring over the price of their rows."""
+    def _gain(self, value_N: Sequence[float], rows: int = 0) -> float:
+        """What the best nodes bring over the price of their rows, behind so many."""
         ranked = sorted(value_N, reverse=True)[: self._budget.max_nodes]
-        return reduce(add, [max(0.0, value - self.price.row(i)) for i, value in enumerate(ranked)], 0.0)
+        return reduce(add, [max(0.0, value - self.price.row(i)) for i, value in enumerate(ranked, rows)], 0.0)
 
     def finish(self) -> tuple[Draft, list[int] | None]:
         """The draft, and for each of its nodes the number it had while the tree grew.
@@ -188,8 +187,7 @@ class Dynamic:
         """
         row, fresh, laws = self.row, list[int](), dict[int, Law | None]()
         drawn: dict[int, list[int]] = {node: [] for node in self.open}
-        slots = [(-self._free(node), node) for node in self.open]
-        heapq.heapify(slots)
+        slots = sorted((-self._free(node), node) for node in self.open)  # a heap
         while slots:
             worth, node = -slots[0][0], slots[0][1]
             wanted = 0 if last else sum(self._below(child, worth) for child in fresh)
