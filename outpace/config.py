@@ -170,8 +170,7 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
             raise SpecError(f"{who}: {key}={text!r} is not {_kind(hints[key])}") from None
     missing = [name for name, field in fields.items() if name not in values and _required(field)]
     if missing:
-        wanted = " and ".join(f"{name}=..." for name in missing) + getattr(config, "REMEDY", "")
-        raise SpecError(f"{who} needs {wanted}")
+        raise SpecError(f"{who} needs {'=..., '.join(missing)}=...{getattr(config, 'REMEDY', '')}")
     try:
         return config(**values)
     except (TypeError, ValueError) as error:

@@ -12,7 +12,8 @@ Where reading and computing do not overlap, their times add up instead; ``Device
 where they do. `outpace.analysis.prediction.calibration` fits a device to
 passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
 an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
-communication are not modelled; experts (MoE) are not either, since no decoder here has them.
+communication are not modelled. Of a mixture of experts a pass reads those that its rows are expected to
+choose, if each row chooses evenly and by itself; rows of one text may choose more alike.
 
 Source: LLM-Viewer, arXiv:2402.16363, with two operations per multiply-add in the head as well, the
 key-value heads' own count, the MLP's own width, and the head's rows and tying counted.
@@ -34,12 +35,15 @@ import torch
 
 from outpace.models.families import DecoderConfig
 from outpace.models.measured import machine
+from outpace.models.mixtures import Mixture
 from outpace.models.packed import Linear
 from outpace.types import CostCurve
 
 _REPEAT = 11
 
 
+GATE_UP, DOWN = "experts' gate, up", "experts' down"
+"""Operators of mixtures, whose matrices are those of one expert."""
 PRODUCT, ATTENTION, ROWS = "product", "attention", "rows"
 GROUPS = (PRODUCT, ATTENTION, ROWS)
 """Groups of operators: matrices, attention, and what happens row by row."""
@@ -116,6 +120,8 @@ class Held:
     nbytes: float
     coded: int = 0
     """How many of its weights are quantized, and widened to be multiplied."""
+    times: int = 1
+    """How many of its kind there are: experts."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,15 +282,41 @@ class _Pass:
             )
         return ops
 
+    def experts(self, mixture: Mixture) -> list[Op]:
+        """What the sparse MLPs of a pass do."""
+        c, a, count = self.config, self.widths.activation, sum(mixture.sparse)
+        times, touched, ffn = mixture.chosen, mixture.touched(self.total), mixture.width
+        routed = self.linear("router", count, c.hidden_size, mixture.experts, False, 4 * mixture.experts)
+        products = [
+            *self.linear(GATE_UP, count, c.hidden_size, 2 * ffn, False, 2 * a * ffn),
+            *self.linear(DOWN, count, ffn, c.hidden_size, False, a * c.hidden_size),
+        ]
+        products = [
+            replace(
+                op,
+                flops=times * op.flops,
+                weights=touched * op.weights,
+                moved=times * op.moved,
+                coded=round(touched * op.coded),
+                rows=math.ceil(self.total * times / touched),
+            )
+            for op in products
+        ]
+        gated = self.rowwise("experts' activation", count, 2 * times * ffn, 3 * a * times * ffn)
+        mixed = self.rowwise("mix", count, 2 * times * c.hidden_size, (times + 1) * 4 * c.hidden_size)
+        return [*routed, *products, gated, mixed]
+
     def behind(self) -> list[Op]:
         """What comes behind attention."""
         c, layers, a, r = self.config, self.config.num_layers, self.widths.activation, self.widths.residual
-        width, ffn = c.hidden_size, c.ffn_size
+        width, ffn, mixture = c.hidden_size, c.ffn_size, c.mixture
+        dense = layers - (0 if mixture is None else sum(mixture.sparse))
         return [
             *self.linear("out", layers, self.query_key[0], width, c.out_bias, a * width),
-            *self.linear("gate, up", layers, width, 2 * ffn, c.mlp_bias, 2 * a * ffn),
-            self.rowwise("activation", layers, 2 * ffn, 3 * a * ffn),
-            *self.linear("down", layers, ffn, width, c.mlp_bias, a * width),
+            *self.linear("gate, up", dense, width, 2 * ffn, c.mlp_bias, 2 * a * ffn),
+            self.rowwise("activation", dense, 2 * ffn, 3 * a * ffn),
+            *self.linear("down", dense, ffn, width, c.mlp_bias, a * width),
+            *([] if mixture is None else self.experts(mixture)),
             self.rowwise("add", 2 * layers, width, width * (2 * r + a)),
             *self.linear("head", 1, width, c.vocab_size, False, r * c.vocab_size),
         ]

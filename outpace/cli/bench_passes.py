@@ -54,7 +54,7 @@ def passes(
 ) -> None:
     """Measure what a pass costs by rows, context and batch, and the floor below it.
 
-    The floor is the time to read the weights once at the measured bandwidth.
+    The floor is the time to read once, at the measured bandwidth, the weights that one row needs.
 
     What the default rows, contexts and batches cost is kept, for policies that plan by cost.
     """

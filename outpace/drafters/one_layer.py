@@ -24,7 +24,6 @@ from outpace.models.memory import LayersOnly
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
 from outpace.models.rope import Rotation
-from outpace.models.rowwise import gated
 
 LAYER = "model.layers.0."
 """What a decoder's reader calls the one layer."""
@@ -100,7 +99,7 @@ class OneLayer:
             return x_RH
         normed_RH = torch.empty(x_RH.shape, dtype=self.dtype, device=self.device)
         block.mlp_norm(x_RH, normed_RH, add=block.out(mixed_RY))
-        return x_RH.add_(block.down(gated(self.activation, block.gate_up(normed_RH))))
+        return x_RH.add_(block.dense(normed_RH, self.activation))
 
     def attend(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor, u_TI: Tensor

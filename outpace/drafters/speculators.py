@@ -58,6 +58,8 @@ def read_layers(said: Mapping[str, Any], folder: Path, family: str, most: int = 
         config = DecoderConfig.from_hf(plain)
     except ModelError as error:
         raise ModelError(f"{folder / CONFIG}: {error}") from error
+    if config.mixture is not None:
+        raise ModelError(f"{folder} has mixtures of experts; drafters with dense layers can be read")
     if config.num_layers > most:
         few = "heads of one" if most == 1 else f"drafters of {most}"
         raise ModelError(f"{folder} has {config.num_layers} layers; {few} can be read")

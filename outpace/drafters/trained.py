@@ -334,7 +334,8 @@ def rounding(quantize: str | None, target: Target) -> str | None:
 
 
 def decoder_to_json(config: DecoderConfig) -> dict[str, Any]:
-    return dataclasses.asdict(config)
+    """All that it says of a drafter's layers, which are dense."""
+    return {name: value for name, value in dataclasses.asdict(config).items() if name != "mixture"}
 
 
 def decoder_from_json(data: Mapping[str, Any], source: Path) -> DecoderConfig:

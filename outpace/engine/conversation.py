@@ -49,15 +49,15 @@ class Conversation:
         """The dialogue so far; only whole turns are in it."""
         self._drafter, self._reproducible = drafter, reproducible
         self._slot: int | None = None
+        self._newest: object = None  # the sequence of the turn that holds the slot
 
     def send(self, text: str) -> Iterator[Chunk]:
         """Stream the answer to a message; a turn broken off leaves the dialogue unchanged.
 
-        Bad input raises at once; nothing is opened before the first chunk is asked for. Read one
-        turn at a time.
+        Bad input raises at once; nothing is opened before the first chunk is asked for.
 
         Raises:
-            RequestError: no text, or none in it; or a dialogue that outgrew the context.
+            RequestError: no text; a dialogue that outgrew the context; a turn read on behind the next one.
         """
         engine = self.engine
         if isinstance(text, str) and not text.strip():
@@ -77,12 +77,13 @@ class Conversation:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
         engine.cache.sync(self._slot, request.prompt[:-1])
-        row = engine.start_sequence(request, self._slot, method, verifier)
+        row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
-                answer = {"role": "assistant", "content": chunk.result.text}
-                self.messages = [*messages, answer]
+                self.messages = [*messages, {"role": "assistant", "content": chunk.result.text}]
             yield chunk
+            if self._newest is not row:
+                raise RequestError("another turn has begun, or the conversation ended; read turns one by one")
 
     def __enter__(self) -> Conversation:
         return self
@@ -94,4 +95,4 @@ class Conversation:
         """Give the cache slot back."""
         if self._slot is not None:
             self.engine.cache.close(self._slot)
-            self._slot = None
+            self._slot = self._newest = None

@@ -13,19 +13,21 @@
 #include "truncate.h"
 
 /* operations.py has the same lists. */
-enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND };
+enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND, ROUTE, UP, DOWN, MIX };
 
 typedef struct {
     int64_t kind;
     int64_t rows;  /* which of the counts of rows */
     int64_t from;  /* buffer that is read */
     int64_t to;    /* buffer that is written */
-    int64_t more;  /* NORM, ADD: buffer to be added to `from` first, or -1; PRODUCT: operands */
+    int64_t more;  /* NORM, ADD: buffer to be added to `from` first, or -1; PRODUCT, UP, DOWN: operands */
     int64_t width; /* numbers of a row of `to`; TURN: of a head */
-    int64_t index; /* ATTEND: which pass; TURN: which table; GATE: which activation */
+    int64_t index; /* ATTEND: which pass; TURN: which table; GATE, DOWN: which activation */
     int64_t layer; /* ATTEND: of keys and values */
-    int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side */
+    int64_t parts; /* PRODUCT: matrices, whose outputs stand side by side; UP, DOWN: of an expert */
     int64_t from_stride, to_stride; /* from row to row; 0: rows lie side by side */
+    int64_t experts, chosen, normed, routes; /* of mixtures: experts, those of a row, whether the weights of
+                                                these are divided by their sum, buffer of `Routes` */
     const Matrix *part;
     const float *weight; /* NORM; TURN: of all heads, or NULL */
     float floor;         /* EMBED: a factor */
@@ -141,6 +143,8 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
     multiply_piece(&product, piece);
 }
 
+#include "experts.h"
+
 #define LAYER                                                                                     \
     const Program *p = context;                                                                   \
     const Op *op = self;                                                                          \
@@ -230,6 +234,8 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
         if (!is_fed(p, op)) *task++ = (Task){store_new, op, keep_pieces(p->pass[op->index])};
         *task++ = (Task){attend_blocks, op, block_pieces(p->pass[op->index])};
         *task++ = (Task){merge_blocks, op, merge_pieces(p->pass[op->index])};
+        break;
+    default: task = plan_experts(p, op, task);
     }
     return task;
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import Dense, Experts, read_mlp
 from outpace.models.packed import Linear
 from outpace.models.products import Stored, store_numbers, store_place
 from outpace.models.quantize import quantized, rounded
@@ -30,8 +31,7 @@ class Block:
     qkv: Linear
     """Dimensions of query and key heads are in pairs that rotate together."""
     out: Linear
-    gate_up: Linear
-    down: Linear
+    mlp: Dense | Experts
     attn_norm: Norm
     mlp_norm: Norm
     qk_norm: Norm | None
@@ -46,13 +46,19 @@ class Block:
 
     @property
     def linears(self) -> tuple[Linear, ...]:
-        """Projections that a pass reads."""
-        attention, mlp = (self.qkv, self.out), (self.gate_up, self.down)
-        return (*(attention if self.attends else ()), *(mlp if self.has_mlp else ()))
+        """Projections of which a pass reads some or all."""
+        return (self.qkv, self.out) * self.attends + self.mlp.linears * self.has_mlp
 
     @property
     def nbytes(self) -> int:
-        return sum(one.nbytes for one in self.linears)
+        """Bytes that a pass over one row reads."""
+        return self.attends * (self.qkv.nbytes + self.out.nbytes) + self.has_mlp * self.mlp.nbytes
+
+    @property
+    def dense(self) -> Dense:
+        """Its MLP, where that is no mixture of experts."""
+        assert isinstance(self.mlp, Dense)
+        return self.mlp
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -118,14 +124,13 @@ def read_head(checkpoint: Checkpoint, form: Form, order_D: Tensor) -> Linear | N
 def read_block(checkpoint: Checkpoint, layer: int, form: Form) -> Block:
     config, read = checkpoint.config, _Reader(checkpoint, form)
     at = f"model.layers.{layer}."
-    attn, mlp = at + "self_attn.", at + "mlp."
+    attn, exact = at + "self_attn.", replace(form, dtype=torch.float32, quantize=None)
     sandwich = config.sandwich_norms
     before_mlp = "pre_feedforward_layernorm" if sandwich else "post_attention_layernorm"
     return Block(
         qkv=read.linear([f"{attn}{one}_proj" for one in "qkv"], config.qkv_bias),
         out=read.linear([f"{attn}o_proj"], config.out_bias),
-        gate_up=read.linear([f"{mlp}gate_proj", f"{mlp}up_proj"], config.mlp_bias),
-        down=read.linear([f"{mlp}down_proj"], config.mlp_bias),
+        mlp=read_mlp(checkpoint, layer, read.linear, exact.linear),
         attn_norm=read.norm(f"{at}input_layernorm"),
         mlp_norm=read.norm(at + before_mlp),
         qk_norm=read.head_norm(attn) if config.qk_norm else None,

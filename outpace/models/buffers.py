@@ -18,7 +18,9 @@ from outpace.models.packed import Linear
 from outpace.models.room import Lasting
 
 STREAM, NORMED, HEADS, ATTENDED, ADDED, WIDE, GATED, PICKED, LAST, LOGITS, OPERANDS, FOUND = range(12)
-TAP = 12
+SCORES, ROUTES, GIVEN = range(12, 15)
+"""Of mixtures: scores of experts, which rows go where, and what experts give."""
+TAP = 15
 """Buffers; the first feature wanted has this number."""
 _CALLS = 256
 
@@ -39,6 +41,11 @@ class Buffers:
             PICKED: hidden,
             LAST: hidden,
         }
+        if (mixture := config.mixture) is not None:
+            times, experts = mixture.chosen, mixture.experts
+            self._widths[WIDE] = max(self._widths[WIDE], 2 * times * mixture.width)
+            self._widths |= {SCORES: experts, GIVEN: times * hidden}
+            self._widths[ROUTES] = 2 * (7 * times + experts + 2)  # see `Routes` of experts.h
         self.views, self.below = ([View(shape, window) for window in windows] for _ in range(2))
         """Of passes, and of levels that follow one in the same call."""
         self.lasting = Lasting()
@@ -49,8 +56,8 @@ class Buffers:
         self._calls: dict[tuple[int, tuple[int, ...]], tuple[Call, object]] = {}
         self.address = (ctypes.c_void_p * (TAP + 3 * config.num_layers + 2))()
 
-    def fit(self, rows: int, linears: Sequence[Linear]) -> None:
-        """Make room for so many rows, which these matrices multiply."""
+    def fit(self, rows: int, linears: Sequence[tuple[Linear, int]]) -> None:
+        """Make room for so many rows, each of which these matrices multiply so many times."""
         self.most = max(rows, 2 * self.most, 16)
         # They outlive a pass, so they are ordinary tensors also where inference mode is on.
         with torch.inference_mode(False):
@@ -58,8 +65,8 @@ class Buffers:
                 self.lend(buffer, torch.zeros(self.most, width))
         code = library()
         assert code is not None
-        products = [one.product.matrices for one in linears if one.product is not None]
-        most = max(code.outpace_room(parts, len(parts), self.most) for parts in products)
+        products = [(one.product.matrices, times) for one, times in linears if one.product is not None]
+        most = self.most * max(times * code.outpace_room(parts, len(parts), 1) for parts, times in products)
         self.lend(OPERANDS, torch.zeros(most, dtype=torch.uint8))
 
     def found(self, rows: int) -> array[float]:

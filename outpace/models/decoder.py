@@ -1,6 +1,6 @@
 """The Llama family on one block: few, large operations, and rows that do not feel each other.
 
-Llama 2 and 3, Mistral, SmolLM2, Qwen2, Qwen3 and Gemma 3 differ in what `DecoderConfig` says
+Llama 2 and 3, Mistral, Mixtral, SmolLM2, Qwen2, Qwen3 and Gemma 3 differ in what `DecoderConfig` says
 and in nothing else. The residual stream is float32 whatever the dtype of the weights, and every
 operation between two projections works row by row, so that a row's logits do not depend on the
 rows beside it (see `attention.py`).
@@ -92,7 +92,7 @@ class Decoder(Target):
             self._programs = Programs(config, blocks, ends, turns, self._shape)
         self.static: StaticPasses | None = None
         """Runs passes of common shapes as recorded launches; None: all run eagerly."""
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and config.mixture is None:  # which experts run, a recording cannot say
             self.static = self.static_passes(cuda_recorder(self.device))
 
     def static_passes(self, record: Record) -> StaticPasses:
@@ -205,12 +205,7 @@ class Decoder(Target):
                 f"cannot take layers {list(layers)} of {self.name}, which has layers 0 to "
                 f"{self.num_layers - 1}"
             )
-        config = replace(
-            self.config,
-            num_layers=len(layers),
-            windows=tuple(self.config.windows[i] for i in layers),
-            rope_of_layer=tuple(self.config.rope_of_layer[i] for i in layers),
-        )
+        config = self.config.of_layers(layers)
         chosen = "-".join(str(i) for i in layers)
         return self._part(config, [self._blocks[i] for i in layers], f"layers={chosen}")
 

@@ -1,18 +1,20 @@
 """What a decoder of the Llama family is made of, and how a config.json says it.
 
-One record, ``DecoderConfig``, says everything that differs between Llama, Mistral, Qwen2,
-Qwen3 and Gemma 3, so that the decoder has one block and no family names in it. Whatever a
-config asks for that the record cannot say is refused by name.
+One record, ``DecoderConfig``, says everything that differs between Llama, Mistral, Mixtral, Qwen2,
+Qwen3, Qwen3-MoE and Gemma 3, so that the decoder has one block and no family names in it. Whatever
+a config asks for that the record cannot say is refused by name.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from outpace.errors import ModelError, shown
+from outpace.models import mixtures
 from outpace.models.attention import HeadShape
 from outpace.models.fields import MOST, MOST_LAYERS, Fields, token_ids
+from outpace.models.mixtures import Mixture
 from outpace.models.rope import Rope
 from outpace.params import Defaults
 
@@ -28,7 +30,7 @@ __all__ = [
     "unsupported",
 ]
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3")
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma3", "mixtral", "qwen3_moe")
 
 _ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3", "mimo": "qwen2"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
@@ -49,6 +51,13 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": _COMMON | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
     "qwen2": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28},
     "qwen3": _COMMON | {"max_position_embeddings": 32_768, "max_window_layers": 28, "head_dim": 128},
+    "mixtral": _COMMON
+    | {"max_position_embeddings": 131_072, "num_key_value_heads": 8}
+    | {"rms_norm_eps": 1e-5, "rope_theta": 1_000_000.0}
+    | {"num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen3_moe": _COMMON
+    | {"max_position_embeddings": 32_768, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768, "decoder_sparse_step": 1},
     "gemma3": _COMMON
     | {
         "vocab_size": 262_208,
@@ -90,7 +99,7 @@ class DecoderConfig:
     hidden_size: int
     """Width of the residual stream."""
     ffn_size: int
-    """Width between the MLP's projections."""
+    """Width between the projections of a dense MLP."""
     num_layers: int
     """Blocks."""
     num_heads: int
@@ -133,6 +142,8 @@ class DecoderConfig:
     """The distinct rotary tables."""
     rope_of_layer: tuple[int, ...]
     """Per layer: index into ``ropes``."""
+    mixture: Mixture | None = None
+    """Its sparse MLPs; None: all are dense."""
 
     def __post_init__(self) -> None:
         """Refuse values of another type, and shapes that cannot be built."""
@@ -150,6 +161,8 @@ class DecoderConfig:
         fits &= all(type(i) is int and 0 <= i < len(self.ropes) for i in self.rope_of_layer)
         if not fits or not len(self.windows) == len(self.rope_of_layer) == self.num_layers:
             raise ModelError(f"windows and rope_of_layer do not fit {self.num_layers} layers")
+        if self.mixture is not None and len(self.mixture.sparse) != self.num_layers:
+            raise ModelError(f"a mixture of {len(self.mixture.sparse)} layers does not fit {self.num_layers}")
         if self.num_kv_heads <= 0 or self.num_heads % self.num_kv_heads:
             raise ModelError(
                 f"{self.num_heads} attention heads cannot share {self.num_kv_heads} key-value heads"
@@ -165,6 +178,25 @@ class DecoderConfig:
             self.num_kv_heads, group, self.head_dim, self.attention_scale, self.attention_softcap
         )
 
+    @property
+    def text(self) -> str:
+        """All that it says, for digests; as before there were mixtures where there is none."""
+        return repr(self).replace(", mixture=None", "")
+
+    def of_layers(self, layers: Sequence[int]) -> "DecoderConfig":
+        """That of some layers."""
+        return replace(
+            self,
+            num_layers=len(layers),
+            windows=tuple(self.windows[i] for i in layers),
+            rope_of_layer=tuple(self.rope_of_layer[i] for i in layers),
+            mixture=self.mixture and self.mixture.of_layers(layers),
+        )
+
+    def sparse(self, layer: int) -> Mixture | None:
+        """What the MLP of a layer is; None: it is dense."""
+        return self.mixture if self.mixture is not None and self.mixture.sparse[layer] else None
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Give every tensor the decoder reads, by Hugging Face name, with its shape."""
         hidden, ffn, head = self.hidden_size, self.ffn_size, self.head_dim
@@ -178,11 +210,13 @@ class DecoderConfig:
         norms = ["input_layernorm", "post_attention_layernorm"]
         if self.sandwich_norms:
             norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
-        linears = (
+        attention = (
             ("self_attn.q_proj", query, hidden, self.qkv_bias),
             ("self_attn.k_proj", key, hidden, self.qkv_bias),
             ("self_attn.v_proj", key, hidden, self.qkv_bias),
             ("self_attn.o_proj", hidden, query, self.out_bias),
+        )
+        dense = (
             ("mlp.gate_proj", ffn, hidden, self.mlp_bias),
             ("mlp.up_proj", ffn, hidden, self.mlp_bias),
             ("mlp.down_proj", hidden, ffn, self.mlp_bias),
@@ -192,7 +226,8 @@ class DecoderConfig:
             shapes |= {f"{at}{norm}.weight": (hidden,) for norm in norms}
             if self.qk_norm:
                 shapes |= {f"{at}self_attn.{one}_norm.weight": (head,) for one in "qk"}
-            for name, rows, columns, bias in linears:
+            mlp = dense if (sparse := self.sparse(layer)) is None else sparse.linears(hidden)
+            for name, rows, columns, bias in (*attention, *mlp):
                 shapes[f"{at}{name}.weight"] = (rows, columns)
                 if bias:
                     shapes[f"{at}{name}.bias"] = (rows,)
@@ -222,7 +257,7 @@ class DecoderConfig:
         by_kind = _hf_ropes(family, read, head_dim)
         ropes, rope_of_layer = share([by_kind[kind] for kind in kinds])
         window = read.count("sliding_window") if WINDOWED in kinds else None
-        bias = family != "mistral" and bool(read.get("attention_bias"))
+        bias = family not in ("mistral", "mixtral") and bool(read.get("attention_bias"))
         return cls(
             family=family,
             vocab_size=read.count("vocab_size"),
@@ -239,7 +274,7 @@ class DecoderConfig:
             qkv_bias=bias if family != "qwen2" else True,
             out_bias=bias if family != "qwen2" else False,
             mlp_bias=family == "llama" and bool(read.get("mlp_bias")),
-            qk_norm=family in ("qwen3", "gemma3"),
+            qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
             norm_offset=1.0 if gemma else 0.0,
             sandwich_norms=gemma,
             embed_scale=hidden**0.5 if gemma else 1.0,
@@ -249,6 +284,7 @@ class DecoderConfig:
             windows=tuple(window if kind == WINDOWED else None for kind in kinds),
             ropes=ropes,
             rope_of_layer=rope_of_layer,
+            mixture=mixtures.from_hf(family, read, layers),
         )
 
 
@@ -282,10 +318,10 @@ def _text_part(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
 def _layer_types(family: str, read: Fields, layers: int) -> list[str]:
     types: Sequence[str] | None = read.texts("layer_types") if read.get("layer_types") is not None else None
     window = read.get("sliding_window")
-    if family in ("qwen2", "qwen3") and not read.get("use_sliding_window"):
+    if family in ("qwen2", "qwen3", "qwen3_moe") and not read.get("use_sliding_window"):
         window = None
     if types is None:
-        if family == "mistral":
+        if family in ("mistral", "mixtral", "qwen3_moe"):
             types = [WINDOWED] * layers
         elif family == "gemma3":
             every = read.count("sliding_window_pattern")

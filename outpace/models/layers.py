@@ -19,7 +19,6 @@ from outpace.models.blocks import Block
 from outpace.models.fused import FusedAttention, attention
 from outpace.models.graphs import PaddedAttention
 from outpace.models.rope import Rotation
-from outpace.models.rowwise import gated
 from outpace.models.taps import tap
 
 
@@ -102,7 +101,7 @@ class Layers:
             if not block.has_mlp:
                 continue
             block.mlp_norm(x_TH, normed_TH, add=y_TH)
-            y_TH = block.down(gated(self._activation, block.gate_up(normed_TH)))
+            y_TH = block.mlp(normed_TH, self._activation)
             if block.after_mlp is not None:
                 y_TH = block.after_mlp(y_TH.float())
         if y_TH is not None:

@@ -13,29 +13,37 @@ from outpace.models.buffers import (
     ATTENDED,
     FOUND,
     GATED,
+    GIVEN,
     HEADS,
     LAST,
     LOGITS,
     NORMED,
     OPERANDS,
     PICKED,
+    ROUTES,
+    SCORES,
     STREAM,
     TAP,
     WIDE,
 )
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import Dense, Experts
 from outpace.models.operations import (
     ADD,
     ATTEND,
     BEST,
     COPY,
+    DOWN,
     EMBED,
     GATE,
+    MIX,
     NONE,
     NORM,
     PICK,
     PRODUCT,
+    ROUTE,
     TURN,
+    UP,
     Op,
 )
 from outpace.models.packed import Linear
@@ -86,10 +94,7 @@ class Lister:
             if not block.has_mlp:
                 continue
             self._norm(block.mlp_norm, STREAM, NORMED, added)
-            self._product(block.gate_up, NORMED, WIDE)
-            width, kind = block.gate_up.outputs // 2, KINDS[self._config.activation]
-            self._op(GATE, from_=WIDE, to=GATED, width=width, index=kind)
-            self._product(block.down, GATED, ADDED)
+            self._mlp(block.mlp)
             if block.after_mlp is not None:
                 self._norm(block.after_mlp, ADDED, ADDED)
             added = ADDED
@@ -131,6 +136,26 @@ class Lister:
         if block.after_attn is not None:
             self._norm(block.after_attn, ADDED, ADDED)
         self._tap(f"attn_out.{layer}", ADDED)
+
+    def _mlp(self, mlp: Dense | Experts) -> None:
+        """What an MLP makes of its normed rows; the result is still to be added."""
+        kind = KINDS[self._config.activation]
+        if isinstance(mlp, Dense):
+            self._product(mlp.gate_up, NORMED, WIDE)
+            self._op(GATE, from_=WIDE, to=GATED, width=mlp.width, index=kind)
+            self._product(mlp.down, GATED, ADDED)
+            return
+        mixture, hidden = mlp.mixture, self._config.hidden_size
+        said = {"experts": mixture.experts, "chosen": mixture.chosen, "normed": mixture.normed}
+        said["routes"] = ROUTES
+        self._product(mlp.router, NORMED, SCORES)
+        self._op(ROUTE, from_=SCORES, to=ROUTES, **said)
+        said |= {"more": OPERANDS, "index": kind}
+        part, parts = mlp.matrices("gate_up")
+        self._op(UP, from_=NORMED, to=WIDE, width=2 * mixture.width, part=part, parts=parts, **said)
+        part, parts = mlp.matrices("down")
+        self._op(DOWN, from_=WIDE, to=GIVEN, width=hidden, part=part, parts=parts, **said)
+        self._op(MIX, from_=GIVEN, to=ADDED, width=hidden, **said)
 
     def _op(self, kind: int, **fields: object) -> None:
         self._ops.append(Op(kind=kind, **fields))

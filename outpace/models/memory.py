@@ -13,6 +13,7 @@ from torch import Tensor
 from outpace.errors import ModelError
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.measured import dtype_name
+from outpace.models.mixtures import tensors_apart
 from outpace.models.places import Place
 from outpace.models.text import Tokenizer
 from outpace.models.weights import Checkpoint
@@ -47,7 +48,7 @@ class MemoryCheckpoint(Checkpoint):
         """
         self.config, self.name, self.files = config, name, ()
         self.defaults = defaults or GenerationDefaults()
-        tensors = {at: tensor for at, tensor in tensors.items() if isinstance(tensor, Tensor)}
+        tensors = tensors_apart({at: one for at, one in tensors.items() if isinstance(one, Tensor)})
         self._tensors, self._tokenizer = tensors, tokenizer
         self.places = {
             at: Place(
@@ -74,7 +75,7 @@ class MemoryCheckpoint(Checkpoint):
     @cached_property
     def digest(self) -> str:
         """A stable id of the weights: configuration, shapes, and a few values of each tensor."""
-        lines = hashlib.sha256(repr(self.config).encode())
+        lines = hashlib.sha256(self.config.text.encode())
         for name, tensor in sorted(self._tensors.items()):
             flat = tensor.detach().reshape(-1)
             some = flat[:: max(1, len(flat) // 8)].float().tolist()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 
-NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND = range(11)
+NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND, ROUTE, UP, DOWN, MIX = range(15)
 """Kinds of operations, as in pass.c."""
 NONE = -1
 """No buffer."""
@@ -19,6 +19,7 @@ class Op(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_int64) for name in "kind rows from_ to more width index layer".split()),
         *((name, ctypes.c_int64) for name in ("parts", "from_stride", "to_stride")),
+        *((name, ctypes.c_int64) for name in "experts chosen normed routes".split()),
         ("part", ctypes.c_void_p),
         ("weight", ctypes.c_void_p),
         ("floor", ctypes.c_float),

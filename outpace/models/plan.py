@@ -246,9 +246,9 @@ class Plan:
         attention only the rows that are wanted.
         """
         mixed = self.attend(self.product(block.qkv, reads), block.qk_norm, block.window)
-        x = self.pick(x)
+        x, mlp = self.pick(x), block.dense
         normed = self.norm(block.mlp_norm, x, add=self.product(block.out, self.pick(mixed)))
-        self.add(self.product(block.down, self.gate(activation, self.product(block.gate_up, normed))), x)
+        self.add(self.product(mlp.down, self.gate(activation, self.product(mlp.gate_up, normed))), x)
         return x
 
     def _op(self, kind: int, x: Rows, to: Rows, **fields: object) -> None:

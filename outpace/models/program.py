@@ -19,7 +19,7 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -96,8 +96,8 @@ class Programs:
         return (
             fits(shape, embed.dtype, embed.device)
             and config.hidden_size % LANES == 0
-            and all(one.product is not None for block in blocks for one in block.linears)
-            and all(block.gate_up.outputs % (2 * LANES) == 0 for block in blocks)
+            and all(one.product is not None for block in blocks for one in (block.qkv, block.out))
+            and all(block.mlp.in_one_call for block in blocks)
             and ends.head.product is not None
         )
 
@@ -267,7 +267,8 @@ class Programs:
         """Memory for a pass; one in another thread meanwhile has its own."""
         buffers = self._free.pop() if self._free else Buffers(self._config, self._shape, self._windows)
         if rows > buffers.most:
-            buffers.fit(rows, [*(one for b in self._blocks for one in b.linears), self._ends.head])
+            each = [((b.qkv, 1), (b.out, 1), *b.mlp.operands()) for b in self._blocks]
+            buffers.fit(rows, [*chain.from_iterable(each), (self._ends.head, 1)])
         return buffers
 
     def through(self, x_TH: Tensor, layers: range, spans: list[Span], cache: DenseCache) -> None:

@@ -224,6 +224,7 @@ def tiny(
     device: torch.device | str = "cpu",
     layers: int = 2,
     max_positions: int = 1024,
+    experts: int = 0,
 ) -> Decoder:
     """Make a Llama of random weights, with a tokenizer and an end-of-sequence token.
 
@@ -232,8 +233,11 @@ def tiny(
 
     Args:
         seed: same seed, same weights, whatever the dtype.
+        experts: of every layer but the first, if there are any; a row goes through three of them.
     """
     tokenizer = tiny_tokenizer()
+    sparse = {"model_type": "qwen3_moe", "num_experts": experts, "num_experts_per_tok": 3}
+    sparse |= {"moe_intermediate_size": 32, "mlp_only_layers": [0], "norm_topk_prob": True}
     config = DecoderConfig.from_hf(
         {
             "model_type": "llama",
@@ -244,6 +248,7 @@ def tiny(
             "num_attention_heads": 4,
             "num_key_value_heads": 2,
             "max_position_embeddings": max_positions,
+            **(sparse if experts else {}),
         }
     )
     coins = torch.Generator().manual_seed(seed)
@@ -262,7 +267,7 @@ def tiny(
     checkpoint = MemoryCheckpoint(
         config,
         tensors,
-        name="tiny" if seed == 0 else f"tiny:{seed}",
+        name=f"tiny:{seed}"[: None if seed else 4] + f" of {experts} experts" * bool(experts),
         tokenizer=tokenizer,
         defaults=GenerationDefaults(eos_ids=(end,), bos_id=tokenizer.bos_id),
     )

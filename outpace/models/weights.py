@@ -15,6 +15,7 @@ from outpace.files import parse_json
 from outpace.models.families import DecoderConfig, GenerationDefaults
 from outpace.models.fields import Fields, brief, read_json
 from outpace.models.likeness import Likeness
+from outpace.models.mixtures import places_apart, usual_name
 from outpace.models.places import Place, RowFile, read_bytes, read_plain
 from outpace.models.text import Tokenizer
 
@@ -107,7 +108,7 @@ class Checkpoint(ABC):
         Hashes the configuration, every tensor's name, type and shape, and 64 bytes from the
         middle of each. Cost: one small read per tensor.
         """
-        lines = hashlib.sha256(repr(self.config).encode())
+        lines = hashlib.sha256(self.config.text.encode())
         for name, place in sorted(self.places.items()):
             lines.update(f"{name} {place.kind} {place.shape}\n".encode())
             middle = place.start + max(0, place.size // 2 - 32)
@@ -148,7 +149,8 @@ class SafetensorsCheckpoint(Checkpoint):
         self.config = DecoderConfig.from_hf(config)
         said = Fields(str(folder / "config.json"), {}, config).counts(EXITS)
         self.exits = tuple(sorted({one for one in said if one < self.config.num_layers}))
-        self.files, self.places = find_tensors(folder)
+        self.files, places = find_tensors(folder)
+        self.places = places_apart(places)
         self._check_shapes()
         for tensor in self.config.tensor_shapes():
             if (place := self.places[tensor]).kind not in DTYPES:
@@ -243,4 +245,4 @@ def _hf_name(name: str) -> str:
     ):
         if name.startswith(before):
             return after + name[len(before) :]
-    return name
+    return usual_name(name)

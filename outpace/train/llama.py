@@ -27,6 +27,7 @@ from outpace.models.rope import Rope
 DTYPE = torch.bfloat16
 """Of everything that is written."""
 _CLASSES = {"llama": "Llama", "mistral": "Mistral", "qwen2": "Qwen2", "qwen3": "Qwen3", "gemma3": "Gemma3"}
+_CLASSES |= {"mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}
 
 
 def hf_config(decoder: DecoderConfig) -> dict[str, Any]:

@@ -21,6 +21,8 @@ from torch.nn import functional as F
 from outpace.drafters.trained import read_embedding
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mixtures import Mixture
+from outpace.models.mlp import chosen, dense_weight
 from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import ACTIVATION
 
@@ -160,6 +162,29 @@ class Mlp(nn.Module):
         return out
 
 
+class SparseMlp(nn.Module):
+    """A mixture of experts; see ``outpace.models.mlp``. Which experts a row goes through learns nothing."""
+
+    def __init__(self, config: DecoderConfig, mixture: Mixture) -> None:
+        super().__init__()
+        one = replace(config, mixture=None, ffn_size=mixture.width, mlp_bias=False)
+        self.gate = nn.Linear(config.hidden_size, mixture.experts, bias=False)
+        self.experts = nn.ModuleList([Mlp(one) for _ in range(mixture.experts)])
+        self._mixture = mixture
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TH = x.flatten(0, -2)
+        with torch.autocast(x.device.type, enabled=False):
+            id_TK, share_TK = chosen(x_TH.float() @ self.gate.weight.float().T, self._mixture)
+        out_TH = torch.zeros_like(x_TH, dtype=torch.float32)
+        for number, expert in enumerate(self.experts):
+            row_N, nth_N = (id_TK == number).nonzero(as_tuple=True)
+            if len(row_N):
+                y_NH = expert(x_TH[row_N]).float() * share_TK[row_N, nth_N, None]
+                out_TH = out_TH.index_add(0, row_N, y_NH)
+        return out_TH.view(x.shape)
+
+
 class Layer(nn.Module):
     """One block: attention and MLP around a residual stream."""
 
@@ -167,7 +192,8 @@ class Layer(nn.Module):
         super().__init__()
         hidden = config.hidden_size
         self.self_attn = Attention(config, config.windows[index], inputs)
-        self.mlp = Mlp(config)
+        sparse = config.sparse(index)
+        self.mlp = Mlp(config) if sparse is None else SparseMlp(config, sparse)
         self.input_layernorm = Norm(hidden, config)
         self.post_attention_layernorm = Norm(hidden, config)
         self.sandwich = config.sandwich_norms
@@ -196,6 +222,7 @@ def plain_shape(theirs: DecoderConfig, layers: int, like: int) -> DecoderConfig:
         windows=(None,) * layers,
         ropes=(theirs.ropes[theirs.rope_of_layer[like]],),
         rope_of_layer=(0,) * layers,
+        mixture=None,
         tied_head=False,
         qkv_bias=False,
         out_bias=False,
@@ -222,7 +249,7 @@ def take_layer(layer: Layer, target: Decoder, number: int, writes: float = 1.0) 
     at, offset = f"model.layers.{number}.", target.config.norm_offset
 
     def read(name: str) -> Tensor:
-        return target.checkpoint.tensor(f"{at}{name}.weight", torch.float32).to(target.device)
+        return dense_weight(target.checkpoint, f"{at}{name}.weight").to(target.device)
 
     for name in ("q", "k", "v", "o"):
         scale = writes if name == "o" else 1.0

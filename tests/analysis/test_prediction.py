@@ -87,6 +87,22 @@ def test_bytes_of_a_layout_are_told_without_laying_it_out(kind, outputs, inputs)
     assert stored_bytes(kind, outputs, inputs) == held.nbytes
 
 
+@pytest.mark.parametrize(("dtype", "quantize"), [("float32", None), ("bfloat16", None), ("float32", "int8")])
+def test_of_experts_those_are_counted_that_rows_choose(dtype, quantize):
+    target = tiny(layers=3, experts=6, dtype=getattr(torch, dtype))
+    target = target if quantize is None else target.quantized(quantize)
+    shape = planned(target)
+    assert shape.weight_bytes == target.weight_bytes and shape.form == (quantize or dtype)
+    everything = sum(one.nbytes for block in target._blocks for one in block.linears)
+    assert shape.weight_bytes < everything < shape.resident_bytes
+    few, more, all_ = (by_name(shape.ops(rows=n)) for n in (1, 2, 1000))
+    name = "experts' down"
+    assert more[name].weights == pytest.approx(1.5 * few[name].weights), "half of a row's are new"
+    assert all_[name].weights == pytest.approx(2 * few[name].weights), "a row goes through 3 of 6"
+    assert all_[name].flops == 1000 * few[name].flops
+    assert shape.cut(2).weight_bytes == target.variant(layers=[0, 1]).weight_bytes
+
+
 @pytest.mark.parametrize("quantize", [None, "int8", "int4"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_weight_bytes_are_those_of_the_loaded_model(dtype, quantize):
@@ -137,8 +153,8 @@ def test_forms_that_cannot_be_are_refused(folder, settings, said):
 def test_models_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ModelError, match="no such file or folder"):
         read(str(tmp_path / "nothing"))
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "mixtral"}))
-    with pytest.raises(ModelError, match="architecture 'mixtral' is not supported"):
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {"model_type": "olmoe"}))
+    with pytest.raises(ModelError, match="architecture 'olmoe' is not supported"):
         read(str(tmp_path))
     with pytest.raises(UnknownNameError, match="did you mean smollm2-135m"):
         read("smollm2-135")

@@ -215,6 +215,8 @@ def rope(kind, **more):
         ("qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 2}),
         ("qwen3", {}),
         ("gemma3", {"sliding_window": 5, "sliding_window_pattern": 2}),
+        ("mixtral", {"sliding_window": 5}),
+        ("qwen3_moe", {"norm_topk_prob": True}),
     ],
 )
 def test_every_family_has_a_twin(family, changes):

@@ -18,9 +18,9 @@ def of_transformers(family):
     return load_target(transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
 
 
-def by_torch():
+def by_torch(experts=0):
     """The same without compiled code."""
-    made = tiny(layers=3)
+    made = tiny(layers=3, experts=experts)
     made._programs = None
     return made
 
@@ -35,6 +35,8 @@ TARGETS = {
     "table": cache(lambda: TableTarget.random(0, 12, sharpness=2.0)),
     "decoder": cache(lambda: tiny(layers=3)),
     "decoder, by torch": cache(by_torch),
+    "mixtures of experts": cache(lambda: tiny(layers=3, experts=6)),
+    "mixtures of experts, by torch": cache(lambda: by_torch(6)),
     "some of its layers": cache(lambda: tiny(layers=3).variant(layers=[0, 2])),
     "transformers": lambda: of_transformers("llama"),
     "transformers, with windows": lambda: of_transformers("gemma3"),

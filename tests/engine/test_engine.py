@@ -255,6 +255,21 @@ def test_another_vocabulary_is_refused(monkeypatch, engine):
         draft_model.check_vocabulary(other, engine.target)
 
 
+def test_a_turn_that_another_one_overtook_is_no_text(engine):
+    talk = Conversation(engine, SamplingParams(max_new_tokens=6, ignore_eos=True))
+    first = talk.send("abc")
+    next(first)
+    assert len(list(talk.send("def"))[-1].result.tokens) == 6
+    with pytest.raises(RequestError, match="another turn has begun"):
+        next(first)
+    assert talk.messages[0]["content"] == "def" and len(talk.messages) == 2
+    last = talk.send("ghi")
+    next(last)
+    talk.close()
+    with pytest.raises(RequestError, match="or the conversation ended"):
+        next(last)
+
+
 def test_a_conversation_reads_each_token_once(engine):
     if not engine.target.tokenizer.chat_template:
         pytest.skip("the tiny model has no chat template")

@@ -48,6 +48,17 @@ HF_SIZES: dict[str, Any] = {
 }
 
 
+EXPERTS: dict[str, dict[str, Any]] = {
+    "mixtral": {"num_local_experts": 5, "num_experts_per_tok": 2},
+    "qwen3_moe": {
+        "num_experts": 6,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    },
+}
+
+
 def hf_config(family: str, **changes: Any) -> Any:
     """Make a small config object of transformers."""
     import transformers
@@ -58,8 +69,10 @@ def hf_config(family: str, **changes: Any) -> Any:
         "qwen2": transformers.Qwen2Config,
         "qwen3": transformers.Qwen3Config,
         "gemma3": transformers.Gemma3TextConfig,
+        "mixtral": transformers.MixtralConfig,
+        "qwen3_moe": transformers.Qwen3MoeConfig,
     }
-    return kinds[family](**(HF_SIZES | changes))
+    return kinds[family](**(HF_SIZES | EXPERTS.get(family, {}) | changes))
 
 
 def save_hf(folder: Path, family: str, *, shard_size: str = "5GB", **changes: Any) -> Any:
@@ -126,6 +139,7 @@ GGUF_NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    "mlp.gate": "ffn_gate_inp",
 }
 
 
@@ -158,7 +172,12 @@ GGUF_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_alphabet(), 
 def gguf_metadata(config: DecoderConfig, arch: str) -> dict[str, Any]:
     """Give the metadata that a converter writes for a model."""
     rope = config.ropes[config.rope_of_layer[-1]]
-    return {
+    sparse = {}
+    if (mixture := config.mixture) is not None:
+        sparse = {f"{arch}.expert_count": mixture.experts, f"{arch}.expert_used_count": mixture.chosen}
+        if arch != "llama":
+            sparse[f"{arch}.expert_feed_forward_length"] = mixture.width
+    return sparse | {
         f"{arch}.block_count": config.num_layers,
         f"{arch}.context_length": config.max_positions,
         f"{arch}.embedding_length": config.hidden_size,
@@ -178,6 +197,17 @@ def gguf_metadata(config: DecoderConfig, arch: str) -> dict[str, Any]:
     }
 
 
+def stacked(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Tensors by GGUF name, those of experts one above the other, as converters write them."""
+    found: dict[str, list[np.ndarray]] = {}
+    for name, tensor in tensors.items():
+        if "experts" not in name:
+            continue
+        _, _, layer, _, _, _, part, _ = name.split(".")
+        found.setdefault(f"blk.{layer}.ffn_{part.removesuffix('_proj')}_exps.weight", []).append(tensor)
+    return {name: np.stack(several) for name, several in found.items()}
+
+
 def write_gguf(
     path: Path,
     tensors: Mapping[str, np.ndarray],
@@ -185,8 +215,13 @@ def write_gguf(
     *,
     arch: str,
     kinds: Mapping[str, str] | None = None,
+    raw: Mapping[str, tuple[str, np.ndarray]] | None = None,
 ) -> None:
-    """Write tensors, by GGUF name, quantized as ``kinds`` says and float32 otherwise."""
+    """Write tensors, by GGUF name, quantized as ``kinds`` says and float32 otherwise.
+
+    Args:
+        raw: more tensors, as bytes of a type.
+    """
     writer = gguf.GGUFWriter(path, arch)
     for key, value in metadata.items():
         if key == "general.alignment":
@@ -205,6 +240,8 @@ def write_gguf(
         kind = gguf.GGMLQuantizationType[(kinds or {}).get(name, "F32")]
         data = gguf.quantize(np.ascontiguousarray(tensor, dtype=np.float32), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
+    for name, (label, data) in (raw or {}).items():
+        writer.add_tensor(name, data, raw_dtype=gguf.GGMLQuantizationType[label])
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -206,7 +206,7 @@ def test_a_decoder_of_a_model_in_memory_shares_its_weights_where_it_can(llama):
     assert own.embedding.matrix_VH.data_ptr() == embedding.data_ptr()
     # Where matrices are not laid out anew, those that are not merged are shared as well.
     plain = Decoder.load(own.checkpoint, dtype=torch.float32, packed=False)
-    shared = {plain._blocks[0].out._weight.data_ptr(), plain._blocks[0].down._weight.data_ptr()}
+    shared = {plain._blocks[0].out._weight.data_ptr(), plain._blocks[0].dense.down._weight.data_ptr()}
     assert shared == {layer.self_attn.o_proj.weight.data_ptr(), layer.mlp.down_proj.weight.data_ptr()}
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     Engine(plain, "none").generate([5, 9, 11], max_new_tokens=4)

@@ -22,6 +22,8 @@ MODELS = {
     "llama": ("llama", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}),
     "mistral": ("mistral", {"sliding_window": 24}),
     "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", {"norm_topk_prob": False}),
+    "mixtral": ("mixtral", {}),
     "gemma3": (
         "gemma3",
         {
@@ -177,12 +179,16 @@ def broken(kind, nth, **changes):
         (operations.ADD, 0, {}),
         (operations.COPY, 1, {"from_": buffers.ADDED}),
         (operations.PICK, 0, {"from_": buffers.ADDED}),
+        (operations.ROUTE, 0, {"normed": 1}),
+        (operations.DOWN, 0, {"index": 1}),
+        (operations.MIX, 1, {}),
     ],
     ids=lambda fault: f"{fault[0]}-{fault[1]}",
 )
 def test_a_fault_in_a_list_is_noticed(made, fault, monkeypatch):
     kind, nth, changes = fault
     name = "qwen3" if kind == operations.TURN else "gemma3" if kind == operations.ATTEND else "llama"
+    name = "qwen3_moe" if kind >= operations.ROUTE else name
     compiled, plain = made(name)
     monkeypatch.setattr(listing.Lister, "_op", broken(kind, nth, **changes))
     with monkeypatch.context() as patch:

@@ -284,7 +284,7 @@ def refusal(path: Path) -> str:
 def test_gguf_features_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "m.gguf"
     for extra, words in (
-        ({"llama.expert_count": 4}, "mixtures of experts"),
+        ({"llama.expert_count": 4}, "lacks 'expert_used_count'"),
         ({"llama.rope.dimension_count": 8}, "rope.dimension_count 8"),
         ({"llama.rope.scaling.type": "longrope"}, "'longrope'"),
         ({"llama.block_count": 3}, "no tensor 'model.layers.2"),

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from outpace.analysis.roofline import Device, Held, Op, Widths, op_table, seconds
+from outpace.analysis.roofline import DOWN, GATE_UP, Device, Held, Op, Widths, op_table, seconds
 from outpace.drafters.trained import decoder_from_json, is_drafter
 from outpace.errors import ModelError, UnknownNameError
 from outpace.files import expanded
@@ -63,7 +63,11 @@ class Planned:
     @property
     def weight_bytes(self) -> int:
         """Bytes of matrices read by a pass; ``Decoder.weight_bytes`` of the loaded model."""
-        return round(sum(one.nbytes for several in self.held.values() for one in several))
+        return round(sum(self._once(one) for several in self.held.values() for one in several))
+
+    def _once(self, one: Held) -> float:
+        """Bytes of a matrix, or of those experts that a row goes through."""
+        return one.nbytes * (1 if self.config.mixture is None else min(one.times, self.config.mixture.chosen))
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -71,7 +75,7 @@ class Planned:
         sizes: dict[str, float] = {}
         for several in self.held.values():
             for one in several:
-                sizes[one.kind] = sizes.get(one.kind, 0.0) + one.nbytes
+                sizes[one.kind] = sizes.get(one.kind, 0.0) + self._once(one)
         return tuple(sorted(sizes, key=lambda kind: -sizes[kind]))
 
     @property
@@ -88,11 +92,11 @@ class Planned:
 
     def cut(self, layers: int) -> Planned:
         """The same with its first layers alone."""
-        c = self.config
-        config = replace(
-            c, num_layers=layers, windows=c.windows[:layers], rope_of_layer=c.rope_of_layer[:layers]
-        )
-        held = {name: several if name == "head" else several[:layers] for name, several in self.held.items()}
+        config = self.config.of_layers(range(layers))
+        sparse = 0 if config.mixture is None else sum(config.mixture.sparse)
+        counts = {"head": 1, "qkv": layers, "out": layers}
+        counts |= {"gate, up": layers - sparse, "down": layers - sparse}
+        held = {name: several[: counts.get(name, sparse)] for name, several in self.held.items()}
         return replace(self, config=config, held=held)
 
     def seconds(self, device: Device, *, rows: int = 1, context: int = 0, batch: int = 1) -> float:
@@ -236,7 +240,7 @@ def _plan(
     kept = 0 if config.tied_head or by_rows else config.vocab_size * config.hidden_size * number
     held = holder.all()
     norms = sum(4 * size[0] for at, size in config.tensor_shapes().items() if at.endswith("norm.weight"))
-    matrices = sum(one.nbytes for several in held.values() for one in several)
+    matrices = sum(one.nbytes * one.times for several in held.values() for one in several)
     between = 4 if compiled else number
     return Planned(
         name=name,
@@ -268,13 +272,18 @@ class _Holder:
             ("out", ["self_attn.o_proj"], c.out_bias),
             ("gate, up", ["mlp.gate_proj", "mlp.up_proj"], c.mlp_bias),
             ("down", ["mlp.down_proj"], c.mlp_bias),
+            (GATE_UP, ["mlp.experts.0.gate_proj", "mlp.experts.0.up_proj"], False),
+            (DOWN, ["mlp.experts.0.down_proj"], False),
         )
         shapes = c.tensor_shapes()
         for operator, names, bias in groups:
-            out[operator] = [
-                self.one([f"model.layers.{layer}.{name}.weight" for name in names], shapes, bias)
-                for layer in range(c.num_layers)
-            ]
+            listed = [[f"model.layers.{i}.{name}.weight" for name in names] for i in range(c.num_layers)]
+            out[operator] = [self.one(several, shapes, bias) for several in listed if several[0] in shapes]
+        if c.mixture is not None:
+            experts, width = c.mixture.experts, c.hidden_size
+            exact = stored_bytes("F32", experts, width) if self.compiled else 4 * experts * width
+            out["router"] = [Held("F32", exact)] * sum(c.mixture.sparse)
+            out |= {name: [replace(one, times=experts) for one in out[name]] for name in (GATE_UP, DOWN)}
         out["head"] = [self.one([head_name(c)], shapes, False)]
         return out
 

@@ -20,6 +20,7 @@ from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfi
 from outpace.models.fields import brief
 from outpace.models.hf.compare import apart
 from outpace.models.hf.target import HFTarget
+from outpace.models.mixtures import mixtral_name
 from outpace.models.rope import Rope
 from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
@@ -33,6 +34,8 @@ _CLASSES = {
     "qwen2": "Qwen2",
     "qwen3": "Qwen3",
     "gemma3": "Gemma3Text",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
 }
 
 
@@ -110,6 +113,8 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
             weights[name] = (checkpoint.tensor(name, torch.float32) - extra).to(dtype)
         else:
             weights[name] = checkpoint.tensor(name, dtype)
+    if config.family == "mixtral":
+        weights = {mixtral_name(name): weight for name, weight in weights.items()}
     made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
     with quiet():
         model, told = made.from_pretrained(
@@ -175,16 +180,35 @@ def _settings(config: DecoderConfig) -> dict[str, Any]:
             "final_logit_softcapping": config.logit_softcap,
         }
     out["hidden_act"] = HF_ACTIVATIONS[config.activation]
-    if config.family in ("qwen2", "qwen3"):
+    if config.family == "qwen3_moe":
+        out |= {"sliding_window": window, "use_sliding_window": window is not None}
+    elif config.family in ("qwen2", "qwen3"):
         out |= {"layer_types": kinds, "sliding_window": window}
         out["use_sliding_window"] = window is not None
-    elif window or config.family == "mistral":
+    elif window or config.family in ("mistral", "mixtral"):
         out["sliding_window"] = window
     if config.family == "llama":
         out["mlp_bias"] = config.mlp_bias
-    if config.family in ("llama", "qwen3"):
+    if config.family in ("llama", "qwen3", "qwen3_moe"):
         out["attention_bias"] = config.qkv_bias
-    return out
+    return out | _mixture(config)
+
+
+def _mixture(config: DecoderConfig) -> dict[str, Any]:
+    """What is said of experts, by the names of either family."""
+    mixture = config.mixture
+    if mixture is None:
+        return {}
+    out = {"num_experts_per_tok": mixture.chosen}
+    if config.family == "mixtral":
+        return out | {"num_local_experts": mixture.experts}
+    dense = [layer for layer, sparse in enumerate(mixture.sparse) if not sparse]
+    return out | {
+        "num_experts": mixture.experts,
+        "moe_intermediate_size": mixture.width,
+        "norm_topk_prob": mixture.normed,
+        "mlp_only_layers": dense,
+    }
 
 
 def _rope(rope: Rope) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from outpace.models.families import DecoderConfig
 from outpace.models.memory import LayersOnly
 from outpace.models.plan import WANTED, Plan
 from outpace.models.rope import Rotation
-from outpace.models.rowwise import Norm, gated
+from outpace.models.rowwise import Norm
 from outpace.models.seen import Seen
 
 W1, W2, CONFIDENCE = "markov_head.markov_w1.weight", "markov_head.markov_w2.weight", "confidence_head.proj"
@@ -180,8 +180,8 @@ class BlockNet:
             plan.product(block.qkv, reads, heads)
             mixed = plan.behind(plan.attend(heads, block.qk_norm, layer=layer), _CONTEXT, WANTED)
             normed = plan.norm(block.mlp_norm, x, add=plan.product(block.out, mixed))
-            wide = plan.gate(config.activation, plan.product(block.gate_up, normed))
-            plan.add(plan.product(block.down, wide), x)
+            wide = plan.gate(config.activation, plan.product(block.dense.gate_up, normed))
+            plan.add(plan.product(block.dense.down, wide), x)
         plan.give(plan.norm(self._norm, x))
         return plan
 
@@ -297,8 +297,7 @@ class BlockNet:
         if not mixed:
             return x_YH
         x_YH = x_YH + block.out(torch.cat(mixed))
-        gate_up_YF = block.gate_up(block.mlp_norm(x_YH).to(self.dtype))
-        return x_YH.add_(block.down(gated(config.activation, gate_up_YF)))
+        return x_YH.add_(block.dense(block.mlp_norm(x_YH).to(self.dtype), config.activation))
 
     def _store(self, layer: int, slot: int, first: int, cache: DenseCache, head_TXW: Tensor) -> None:
         count = self.shape.decoder.num_kv_heads

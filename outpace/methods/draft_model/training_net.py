@@ -18,6 +18,7 @@ from outpace.errors import ModelError
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import dense_weight
 from outpace.train.align import Aligned
 from outpace.train.networks import KeyValue, Layer, Norm, Turns
 
@@ -78,14 +79,13 @@ class DraftNet(nn.Module):
     @torch.no_grad()
     def take(self, target: Decoder, layers: Sequence[int], vocab: VocabMap | None) -> None:
         """Start as these layers of the target, with its last norm and head."""
-        stored = target.checkpoint
         for name, parameter in self.named_parameters():
             part, _, rest = name.partition(".")
             theirs = head_name(target) if part == "lm_head" else f"model.{name}"
             if part == "layers":
                 index, _, rest = rest.partition(".")
                 theirs = f"model.layers.{layers[int(index)]}.{rest}"
-            value = stored.tensor(theirs, torch.float32)
+            value = dense_weight(target.checkpoint, theirs)
             if part == "lm_head" and vocab is not None:
                 value = value[vocab.to_target_D]
             parameter.copy_(value)
@@ -130,14 +130,7 @@ def shape_of(theirs: DecoderConfig, taken: Sequence[int], width: int | None) -> 
     Raises:
         ModelError: a width that is no multiple of the target's head width.
     """
-    shape = replace(
-        theirs,
-        num_layers=len(taken),
-        windows=tuple(theirs.windows[i] for i in taken),
-        rope_of_layer=tuple(theirs.rope_of_layer[i] for i in taken),
-        tied_head=False,
-        logit_softcap=None,
-    )
+    shape = replace(theirs.of_layers(taken), mixture=None, tied_head=False, logit_softcap=None)
     if width is None:
         return shape
     if width < theirs.head_dim or width % theirs.head_dim:

@@ -15,6 +15,7 @@ from outpace.drafters.trained import head_name
 from outpace.law import VocabMap
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import dense_weight
 from outpace.train.networks import Layer, Norm
 
 SMALL = 0.1
@@ -87,12 +88,12 @@ def take(net: Eagle3Net, target: Decoder, layer: int, start: str, taps: int, voc
         net: overwritten.
         start: ``last`` of the features, or their ``mean``.
     """
-    stored, hidden = target.checkpoint, target.hidden_size
+    hidden = target.hidden_size
     offset, at = target.config.norm_offset, f"model.layers.{layer}."
     block = net.layer
 
     def read(name: str) -> Tensor:
-        return stored.tensor(name, torch.float32).to(target.device)
+        return dense_weight(target.checkpoint, name).to(target.device)
 
     share = [0.0] * (taps - 1) + [1.0] if start == "last" else [1 / taps] * taps
     net.fc.weight.copy_(torch.cat([s * torch.eye(hidden) for s in share], 1))

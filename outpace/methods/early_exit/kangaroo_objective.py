@@ -32,6 +32,7 @@ from outpace.law import VocabMap
 from outpace.models.base import HEAD, LAYERS, TAPS, Target
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
+from outpace.models.mlp import dense_weight
 from outpace.train.align import DRAFT_MODEL, Aligned, places
 from outpace.train.batches import Batch
 from outpace.train.networks import Attention, Norm, Turns
@@ -81,7 +82,7 @@ class AdapterNet(nn.Module):
             own = f"model.layers.{layer}.{self.in_layer(name, config)}"
             if name == "norm.weight":
                 own = "model.norm.weight"
-            tensor.copy_(target.checkpoint.tensor(own, torch.float32))
+            tensor.copy_(dense_weight(target.checkpoint, own))
         offset = config.norm_offset
         self.norm.weight.add_(offset).mul_(DOUBT).sub_(offset)
 
@@ -123,6 +124,7 @@ class KangarooObjective(Objective):
             windows=(None,),
             ropes=(rope,),
             rope_of_layer=(0,),
+            mixture=None,
             sandwich_norms=False,
             embed_scale=1.0,
             attention_softcap=None,

@@ -31,7 +31,6 @@ from outpace.models.base import Target
 from outpace.models.blocks import Form
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
-from outpace.models.rowwise import gated
 from outpace.models.seen import Seen
 
 LSTM_LAYERS = 2
@@ -192,7 +191,7 @@ class FalconNet:
         stream_RH[: len(mixed)] = x_TH[list(rows.wanted)]
         normed_RH = torch.empty(stream_RH.shape, dtype=dtype, device=x_TH.device)
         block.mlp_norm(stream_RH, normed_RH, add=block.out(mixed_RY))
-        return stream_RH.add_(block.down(gated(layer.activation, block.gate_up(normed_RH))))[: len(mixed)]
+        return stream_RH.add_(block.dense(normed_RH, layer.activation))[: len(mixed)]
 
     def _mixed(self, cache: DenseCache, span: Span, query_YW: Tensor) -> Tensor:
         """What one row mixes of the committed text and of the tail above the end of its block."""

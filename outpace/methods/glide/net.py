@@ -35,7 +35,7 @@ from outpace.models.blocks import Form, paired
 from outpace.models.families import DecoderConfig
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
-from outpace.models.rowwise import Norm, gated
+from outpace.models.rowwise import Norm
 from outpace.models.seen import Seen
 from outpace.models.views import KeyValues
 from outpace.types import Feed, Scored
@@ -113,8 +113,8 @@ class GlideNet:
         lent, mixed = plan.lent(self._query.inputs), plan.lent(self._out.inputs)
         x = plan.copy(lent)
         normed = plan.norm(block.mlp_norm, x, add=plan.product(self._out, mixed))
-        gate = plan.gate(self.layer.activation, plan.product(block.gate_up, normed))
-        plan.give(plan.norm(self._norm, x, add=plan.product(block.down, gate)))
+        gate = plan.gate(self.layer.activation, plan.product(block.dense.gate_up, normed))
+        plan.give(plan.norm(self._norm, x, add=plan.product(block.dense.down, gate)))
         return plan
 
     def score(self, feeds: Sequence[Feed], cache: KVCache, *, taps: frozenset[str] = frozenset()) -> Scored:
@@ -181,5 +181,5 @@ class GlideNet:
         x_RH = x_RH.clone()
         normed_RH = torch.empty(x_RH.shape, dtype=dtype, device=x_RH.device)
         block.mlp_norm(x_RH, normed_RH, add=self._out(mixed_RY.to(dtype)))
-        more_RH = block.down(gated(self.layer.activation, block.gate_up(normed_RH)))
+        more_RH = block.dense(normed_RH, self.layer.activation)
         return self._norm(x_RH, add=more_RH.float())

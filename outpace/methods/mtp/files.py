@@ -142,6 +142,7 @@ def _from_checkpoint(checkpoint: Any, base: str | None, target: Target, source: 
         ropes=(config.ropes[config.rope_of_layer[-1]],),
         rope_of_layer=(0,),
         tied_head=False,
+        mixture=None,
     )
     shape = MtpShape(
         kind=CHAINED,

@@ -61,14 +61,15 @@ class Streams:
 
 
 def projections(config: DecoderConfig, layer: int) -> dict[str, tuple[int, int]]:
-    """Outputs and inputs of the projections of a layer, by their names in the target."""
+    """Outputs and inputs of the projections of a layer, by their names in the target; no experts."""
     hidden, ffn, width = config.hidden_size, config.ffn_size, config.head_dim
     queries, keys = config.num_heads * width, config.num_kv_heads * width
     sizes = {"q": (queries, hidden), "k": (keys, hidden), "v": (keys, hidden), "o": (hidden, queries)}
     at = f"model.layers.{layer}."
     named = {f"{at}self_attn.{name}_proj": size for name, size in sizes.items()}
-    for name, size in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
-        named[f"{at}mlp.{name}_proj"] = size
+    if config.sparse(layer) is None:
+        for name, size in (("gate", (ffn, hidden)), ("up", (ffn, hidden)), ("down", (hidden, ffn))):
+            named[f"{at}mlp.{name}_proj"] = size
     return named
 
 

@@ -26,6 +26,7 @@ from outpace.models.fields import Fields
 from outpace.models.gguf.file import PLAIN, read_header, read_rows, read_tensor
 from outpace.models.gguf.text import build_tokenizer, end_ids
 from outpace.models.measured import dtype_name
+from outpace.models.mixtures import from_gguf, places_apart
 from outpace.models.places import Place
 from outpace.models.products import CODED
 from outpace.models.rope import Rope
@@ -49,6 +50,11 @@ _IN_LAYER = {
     "ffn_gate": "mlp.gate_proj",
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
+    "ffn_gate_inp": "mlp.gate",
+    "ffn_gate_exps": "mlp.experts.gate_proj",
+    "ffn_up_exps": "mlp.experts.up_proj",
+    "ffn_gate_up_exps": "mlp.experts.gate_up_proj",
+    "ffn_down_exps": "mlp.experts.down_proj",
 }
 _IN_GEMMA_LAYER = _IN_LAYER | {
     "post_attention_norm": "post_attention_layernorm",
@@ -56,6 +62,10 @@ _IN_GEMMA_LAYER = _IN_LAYER | {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_EXPERT = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)\.(\d+)\.weight")
+"""Files of the first months of Mixtral have every expert apart."""
+_FAMILIES = {family.replace("_", ""): family for family in FAMILIES if family != "mixtral"}
+"""By the names of architectures; Mixtral has that of Llama."""
 
 
 class GGUFCheckpoint(Checkpoint):
@@ -74,13 +84,13 @@ class GGUFCheckpoint(Checkpoint):
         if Fields(str(path), {}, header.metadata).whole("split.count") not in (None, 1):
             raise ModelError(f"{path} is one part of a set; merge it with llama-gguf-split first")
         family = header.metadata.get("general.architecture")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in _FAMILIES:
             raise ModelError(f"{path}: {unsupported(family)}")
         stretched = header.places.get("rope_freqs.weight")
         divisors = [] if stretched is None else read_tensor(stretched).tolist()
         with _naming(path):
             named = {_hf_name(name, family): place for name, place in header.places.items()}
-            self.places: dict[str, Place] = {name: place for name, place in named.items() if name}
+            self.places = places_apart({name: place for name, place in named.items() if name})
             shapes = {name: place.shape for name, place in self.places.items()}
             self.config = read_config(header.metadata, shapes, divisors)
             self.defaults = _defaults(header.metadata)
@@ -133,7 +143,7 @@ class GGUFCheckpoint(Checkpoint):
 
     def _interleaved(self, name: str) -> int:
         """Heads of a tensor whose rows are in the order of ``split_halves``; 0: they are not."""
-        if self.config.family != "llama":
+        if self.metadata["general.architecture"] != "llama":
             return 0
         if "q_proj" in name:
             return self.config.num_heads
@@ -170,12 +180,12 @@ def read_config(
     Raises:
         ModelError: a feature that is not supported (named), a value missing or impossible.
     """
-    family = str(metadata["general.architecture"])
-    start = family + "."
+    architecture = str(metadata["general.architecture"])
+    start, family = architecture + ".", _FAMILIES[architecture]
     said = {key[len(start) :]: value for key, value in metadata.items() if key.startswith(start)}
     read = Fields("GGUF metadata", {"rope.freq_base": 10_000.0}, said)
-    if read.get("expert_count"):
-        raise ModelError("mixtures of experts are not supported")
+    if family == "llama" and read.get("expert_count"):
+        family = "mixtral"
     if "model.embed_tokens.weight" not in shapes:
         raise ModelError("it has no tensor token_embd.weight, so it is not a whole model")
     heads, hidden = read.count("attention.head_count"), read.count("embedding_length")
@@ -216,7 +226,7 @@ def read_config(
         qkv_bias=f"{layer}self_attn.q_proj.bias" in shapes,
         out_bias=f"{layer}self_attn.o_proj.bias" in shapes,
         mlp_bias=f"{layer}mlp.gate_proj.bias" in shapes,
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
         sandwich_norms=gemma,
         embed_scale=hidden**0.5 if gemma else 1.0,
         attention_scale=read.number("attention.scale", scaled**-0.5),
@@ -225,6 +235,7 @@ def read_config(
         windows=tuple(window if kind == WINDOWED else None for kind in kinds),
         ropes=ropes,
         rope_of_layer=rope_of_layer,
+        mixture=from_gguf(family, read, layers, shapes),
     )
 
 
@@ -244,6 +255,8 @@ def _hf_name(name: str, family: str) -> str | None:
     found = _BLOCK.fullmatch(name)
     if found and found[2] in table:
         return f"model.layers.{found[1]}.{table[found[2]]}.{found[3]}"
+    if found := _EXPERT.fullmatch(name):
+        return f"model.layers.{found[1]}.mlp.experts.{found[3]}.{found[2]}_proj.weight"
     if name.startswith("rope_") or ".rope_" in name or ".attn_rot_embd" in name:
         return None
     raise ModelError(f"tensor {shown(name)} has no place in a model of architecture {shown(family)}")
