@@ -20,6 +20,7 @@ import enum
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import reduce
 
 import numpy as np
 
@@ -67,20 +68,27 @@ class KeyedCoins(Coins):
         position: index of the pending token in its sequence, prompt included.
     """
 
-    __slots__ = ("_base", "_position", "_seed", "_stream")
+    __slots__ = ("_base", "_seed", "_stream", "position")
 
     def __init__(self, seed: int, position: int, stream: Stream) -> None:
-        self._seed, self._position, self._stream = seed, position, stream
+        self._seed, self.position, self._stream = seed, position, stream
         self._base: int | None = None  # made when the first coin falls: at temperature 0 none does
+
+    @property
+    def base(self) -> int:
+        """What the keys of coins are mixed into, one part after another."""
+        if self._base is None:
+            self._base = _mix(_mix(_mix(self._seed, self._stream), 0), self.position)
+        return self._base
+
+    @property
+    def race_base(self) -> int:
+        """What positions are mixed into, for races."""
+        return _mix(self._seed, Stream.RACE)
 
     def uniform(self, *key: int) -> float:
         """The uniform in [0, 1) behind the coin with this key."""
-        state = self._base
-        if state is None:
-            state = self._base = _mix(_mix(_mix(self._seed, self._stream), 0), self._position)
-        for part in key:
-            state = _mix(state, part)
-        return (state >> 11) * 2.0**-53
+        return (reduce(_mix, key, self.base) >> 11) * 2.0**-53
 
     def flip(self, prob: float, *key: int) -> bool:
         if prob <= 0.0 or prob >= 1.0:
@@ -101,7 +109,7 @@ class KeyedCoins(Coins):
 
     def race_key(self, depth: int) -> int:
         """What names the noise of a race."""
-        return _mix(_mix(self._seed, Stream.RACE), self._position + depth)
+        return _mix(self.race_base, self.position + depth)
 
 
 def later_seed(seed: int, turn: int) -> int:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from outpace.errors import LogitsError, RequestError
-from outpace.kernels.draws import softmax
+from outpace.kernels.draws import softmax, truncate
 from outpace.law import Law
 from outpace.params import Grammar, Matcher, Processor, SamplingParams
 from outpace.rows import TokenLogprobs as TokenLogprobs
@@ -64,19 +64,13 @@ class Warp:
         rule: Grammar | None = None,
     ) -> None:
         params.check_vocab(vocab_size, eos_ids)
-        self.params = params
-        self.vocab_size = vocab_size
+        self.params, self.vocab_size = params, vocab_size
         self.generated = 0
         """Tokens committed after the prompt."""
-        self._temperature = params.temperature or 0.0
-        self._top_k = params.top_k or 0
-        self._top_p = params.top_p or 1.0
-        self._min_p = params.min_p or 0.0
+        self.temperature = params.temperature or 0.0
+        self.truncation = params.top_k or 0, params.top_p or 1.0, params.min_p or 0.0
         self._repetition = params.repetition_penalty or 1.0
-        whole = not self._top_k and self._top_p >= 1 and not self._min_p
-        self.temperature = self._temperature if whole else None
-        """Of the softmax of scores; None where it is truncated."""
-        self.greedy = self._temperature < _GREEDY_BELOW
+        self.greedy = self.temperature < _GREEDY_BELOW
         """Whether every distribution is one-hot."""
         ends = params.end_ids(eos_ids) if params.min_tokens else frozenset()
         self._end_K = _ids([token for token in ends if token < vocab_size])
@@ -106,6 +100,10 @@ class Warp:
     def raw(self) -> bool:
         """Whether every distribution from now on is a softmax of raw logits, but for its truncation."""
         return self._matcher is None and not self._edits(0)
+
+    def truncates(self, width: float = math.inf) -> bool:
+        """Whether top-k, top-p or min-p leaves less than all of so many entries."""
+        return 0 < self.truncation[0] < width or self.truncation[1] < 1 or self.truncation[2] > 0
 
     @property
     def ruled(self) -> bool:
@@ -169,8 +167,8 @@ class Warp:
             LogitsError: the row holds a NaN or an infinity, or nothing but -inf.
             RequestError: the settings leave no distribution: they forbid every token, or overflow.
 
-        Cost: one host sync; truncation needs two or more. A row of 49152 takes 50 us, with top-p 0.9 five
-        times that; a flat row is the worst case of top-p: 4.3 ms at temperature 2.
+        Cost: one host sync; truncation by torch needs two or more. A row of 49152 takes 50 us, truncated up
+        to twice that; a flat row is the worst case of top-p: its entries are sorted.
         """
         only = self.certain(path)
         other = self.params.processors or only in self.params.banned_tokens
@@ -181,13 +179,14 @@ class Warp:
             (best,), (value,) = best_rows([x_V[None]])
             self._check(value, logits_V)
             return Law.one_hot(best if ids is None else int(ids[best]), x_V.dtype)
-        if 0 < self._top_k < len(x_V) or self._top_p < 1 or self._min_p > 0:
-            self._check(float(x_V.max()) / self._temperature, logits_V)
+        if self.truncates(len(x_V)):
+            if (found := truncate(x_V, self.temperature, *self.truncation)) is not None:
+                return Law(found[1], found[0] if ids is None else ids[found[0]])
+            self._check(float(x_V.max()) / self.temperature, logits_V)
             kept = self._truncated(x_V)
             x_V, ids = x_V[kept], kept if ids is None else ids[kept]
-        prob_S = softmax(x_V, self._temperature)
-        if prob_S is None:
-            self._check(float(x_V.max()) / self._temperature, logits_V)
+        if (prob_S := softmax(x_V, self.temperature)) is None:
+            self._check(float(x_V.max()) / self.temperature, logits_V)
         assert prob_S is not None
         return Law(prob_S, ids)
 
@@ -311,29 +310,29 @@ class Warp:
         sorts the tokens above a floor that falls until they weigh enough, at the latest at
         (1 - top_p) / V, since tokens below that weigh at most 1 - top_p together.
         """
-        least = x_V.max() + self._temperature * math.log(self._min_p) if self._min_p else None
-        if 0 < self._top_k < len(x_V):
-            at_S = largest(x_V, self._top_k)
-            prob_S = (x_V[at_S] / self._temperature).softmax(0)
-        elif self._top_p < 1:
-            prob_V = (x_V / self._temperature).softmax(0)
-            floor = (1 - self._top_p) / 8
-            enough = False
+        top_k, top_p, min_p = self.truncation
+        least = x_V.max() + self.temperature * math.log(min_p) if min_p else None
+        if 0 < top_k < len(x_V):
+            at_S = largest(x_V, top_k)
+            prob_S = (x_V[at_S] / self.temperature).softmax(0)
+        elif top_p < 1:
+            prob_V = (x_V / self.temperature).softmax(0)
+            floor, enough = (1 - top_p) / 8, False
             while not enough:
                 floor /= 8
                 at_S = at_least(prob_V, floor)
                 mass = float(prob_V[at_S].double().sum())
                 # Half the bound of the last resort, so that rounding cannot lose a token.
-                enough = mass >= self._top_p or floor * len(x_V) <= 0.5 * (1 - self._top_p)
+                enough = mass >= top_p or floor * len(x_V) <= 0.5 * (1 - top_p)
             at_S = at_S[x_V[at_S].sort(descending=True, stable=True).indices]
             prob_S = prob_V[at_S]
         else:
             assert least is not None
             return at_least(x_V, least)
         keep = len(at_S)
-        if self._top_p < 1:
+        if top_p < 1:
             above_S = prob_S.double().cumsum(0) - prob_S
-            keep = max(1, int((above_S < self._top_p).sum()))
+            keep = max(1, int((above_S < top_p).sum()))
         if least is not None:
             keep = min(keep, int((x_V[at_S] >= least).sum()))
         return at_S[:keep].sort().values

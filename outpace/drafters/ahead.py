@@ -78,7 +78,7 @@ class WarpAhead(Warp):
     def __init__(self, base: Warp, chosen: bool) -> None:
         self.params, self.vocab_size = base.params, base.vocab_size
         self.generated = base.generated
-        self.greedy, self.temperature = base.greedy or chosen, None
+        self.greedy = base.greedy or chosen
         self._base = base
         self._path: list[int] = []
 

@@ -28,10 +28,9 @@ def picked(rows: Sequence[DraftRow[Any]], branches: Sequence[Branch[Any]], level
     coins_B: list[KeyedCoins | None] = []
     for row in rows:
         drawn = row.drawn is not Drawn.CHOSEN
-        temperature = row.warp.temperature if drawn else 0.0
-        if temperature is None or not row.warp.raw or not (isinstance(row.coins, KeyedCoins) or not drawn):
+        if not row.warp.raw or (drawn and (row.warp.truncates() or not isinstance(row.coins, KeyedCoins))):
             return None
-        temperature_B.append(temperature)
+        temperature_B.append(row.warp.temperature if drawn else 0.0)
         coins_B.append(row.coins if isinstance(row.coins, KeyedCoins) and drawn else None)
     races = {row.drawn is Drawn.COUPLED for row in rows if row.drawn is not Drawn.CHOSEN}
     if len(races) > 1:

@@ -193,14 +193,16 @@ class RowDrafter(FeatureDrafter[RowState]):
         if not self.net.descends:
             return None
         picks = chained(trees, branches)
-        rules = ruled(trees) if picks is None else None
         if picks is not None:
             chains = self._all_levels(branches, picks)
-            if chains.levels == picks.levels:
-                return chains_of(chains, trees, self._id_D)
-            for branch in branches:
-                self.cache.drop(branch.state.slot)
-        return None if rules is None else drafts_of(self._all_levels(branches, rules))
+            made = chains_of(chains, trees, self._id_D) if chains.levels == picks.levels else None
+        elif (rules := ruled(trees)) is not None:
+            made = drafts_of(self._all_levels(branches, rules), trees, self._id_D)
+        else:
+            return None
+        for branch in branches if made is None else ():
+            self.cache.drop(branch.state.slot)
+        return made
 
     def _all_levels(self, branches: Sequence[Branch[RowState]], asked: Asked[Answer]) -> Answer:
         """Passes from the first one on, in one call."""

@@ -160,11 +160,15 @@ class ModelDrafter(ExpandingDrafter[ModelState]):
         with self.clock:
             found = programs.spread(fed, start, asked, self._id_D, self._vocab_size)
         self.clock.count += found.levels - 1
+        made = drafts_of(found, trees, self._id_D)
         for branch, (nodes, tokens, parents) in zip(branches, found.tail_B3R, strict=True):
+            if made is None:
+                cache.drop(branch.state.slot)
+                continue
             cache.append(branch.state.slot, tokens, parents)
             rows = enumerate(nodes, branch.state.lead)
             branch.state.row |= {node: row for row, node in rows if node >= 0}
-        return drafts_of(found)
+        return made
 
     def feeds(self, branches: Sequence[Branch[ModelState]]) -> list[Feed]:
         """What a level feeds; notes which rows of the slots it will stand in."""

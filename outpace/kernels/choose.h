@@ -155,19 +155,25 @@ INLINE uint32_t order(float x) {
     return bits >> 31 ? ~bits : bits | 0x80000000u;
 }
 
-/* Name the runs with the highest votes. */
-static void name_best(const float *vote, int64_t votes, const Choice *c, int32_t *list) {
+/* The order of the k-th largest number; of those equal to it, k is then how many are among the k largest. */
+static uint32_t kth_order(const float *x, int64_t count, int64_t *k) {
     uint32_t prefix = 0, mask = 0;
-    int64_t left = c->runs;
     for (int shift = 24; shift >= 0; shift -= 8) {
-        int64_t count[256] = {0}, digit = 255;
-        for (int64_t i = 0; i < votes; i++) {
-            const uint32_t one = order(vote[i]);
-            count[one >> shift & 255] += (one & mask) == prefix;
+        int64_t many[256] = {0}, digit = 255;
+        for (int64_t i = 0; i < count; i++) {
+            const uint32_t one = order(x[i]);
+            many[one >> shift & 255] += (one & mask) == prefix;
         }
-        while (count[digit] < left) left -= count[digit--];
+        while (many[digit] < *k) *k -= many[digit--];
         prefix |= (uint32_t)digit << shift, mask |= 255u << shift;
     }
+    return prefix;
+}
+
+/* Name the runs with the highest votes. */
+static void name_best(const float *vote, int64_t votes, const Choice *c, int32_t *list) {
+    int64_t left = c->runs;
+    const uint32_t prefix = kth_order(vote, votes, &left);
     for (int64_t i = 0; i < votes; i++) {
         const uint32_t one = order(vote[i]);
         if (one < prefix || (one == prefix && left-- <= 0)) continue;

@@ -56,6 +56,7 @@ _ARGUMENTS = {
     "outpace_excess": "aidaaiaa",
     "outpace_race": "aaiiia",
     "outpace_rank": "aaiiiaa",
+    "outpace_truncate": "aididdaa",
 }
 """Of every function: addresses, whole numbers of 64 bits, floats, doubles."""
 _DIGEST = hashlib.sha256().digest_size

@@ -42,6 +42,24 @@ def softmax(x_V: Tensor, temperature: float) -> Tensor | None:
     return (x_V / temperature).softmax(0) if fine else None
 
 
+def truncate(
+    x_V: Tensor, temperature: float, top_k: int, top_p: float, min_p: float
+) -> tuple[Tensor, Tensor] | None:
+    """Make the distribution that top-k, top-p and min-p leave of scores; 0, 1 and 0 leave all.
+
+    Returns:
+        Entries [S] in ascending order, and their probabilities. None where torch has to do it, and where
+        there is none, as ``softmax``.
+    """
+    code = _code(x_V)
+    if code is None:
+        return None
+    at_V, prob_V = torch.empty(len(x_V), dtype=torch.int64), torch.empty_like(x_V)
+    row, out = (x_V.data_ptr(), len(x_V), temperature), (at_V.data_ptr(), prob_V.data_ptr())
+    count = code.outpace_truncate(*row, top_k, top_p, min_p, *out)
+    return (at_V[:count].clone(), prob_V[:count].clone()) if count else None
+
+
 def choose(weight_S: Tensor, coin: float) -> int:
     """Find the first entry up to which the weights sum to more than ``coin``, below 1, of all."""
     code = _code(weight_S)

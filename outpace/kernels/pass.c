@@ -10,6 +10,7 @@
 #include "products.c"
 #include "rowwise.h"
 #include "team.h"
+#include "truncate.h"
 
 /* operations.py has the same lists. */
 enum { NORM, PRODUCT, TURN, ATTEND, GATE, ADD, COPY, PICK, EMBED, BEST, BEND, ROUTE, UP, DOWN, MIX };
@@ -261,6 +262,7 @@ int64_t outpace_run(const Program *p) {
 
 #include "levels.h"
 #include "trees.h"
+#include "drawn.h"
 
 /* Store the new keys and values of a layer, and attend. */
 void outpace_attend(const Pass *pass, int64_t layer, void *keys, void *values,

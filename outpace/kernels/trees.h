@@ -2,8 +2,8 @@
 
    The first level runs a program on what waits. Every further one runs another on the nodes that were
    opened, each made from what the row of its parent gave. Between two levels trees grow by the rule of
-   tree/dynamic.py for chosen guesses, with the same sums in the same order. Trees may have guesses to begin
-   with, that others made: those grow by the rule of methods/hybrid/union.py. */
+   tree/dynamic.py, with the same sums in the same order: here are chosen guesses, in drawn.h drawn ones. Trees may
+   have guesses to begin with, that others made: those grow by the rule of methods/hybrid/union.py. */
 
 #pragma once
 
@@ -19,6 +19,15 @@ typedef struct {
     int64_t planted;                 /* guesses to begin with: the first candidates */
     double *own, *said;              /* of these: the chance to be kept below the parent, by all and by the drafter */
     double bias, text, head;         /* how the two are weighed where a token is of both */
+    int64_t draws;                   /* how guesses come to be, see drawn.h; of draws: */
+    double temperature, sibling;     /* of the softmax; what another sibling of a race has to be worth more than */
+    uint64_t key;                    /* what coins, or positions of races, are mixed into, */
+    int64_t position;                /* and that of the pending token */
+    int64_t truncated, top_k;        /* whether these leave less than all columns */
+    double top_p, min_p;
+    float *law;                      /* [groups, width]: distributions that were drawn from; where truncated */
+    int64_t *support, *width;        /* the tokens of their entries, and how many each has */
+    int64_t *group, groups;          /* for each node that was drawn below: it, and the row of its distribution */
     int64_t lead, offset;            /* rows of the slot's tail at first; position of the slot's row 0 */
     double *value;                   /* of every candidate: the chance to be reached and kept */
     int64_t *token, *parent;         /* in the end those of the nodes that stay */
@@ -43,8 +52,11 @@ typedef struct {
     Look *look;            /* of each tree; their tails have room */
     int64_t *position, *id;
     const int64_t *column; /* tokens of the columns; NULL: their places */
+    float *spare;          /* [width], where something is drawn */
     Tree *tree;
 } Trees;
+
+enum { CHOSEN, SLOTS, RACES };
 
 /* A product that is rounded, and not fused with the sum that it enters. */
 static __attribute__((noinline)) double times(double a, double b) { return a * b; }
@@ -147,6 +159,16 @@ static double gain(const Tree *g, const double *more, int64_t count) {
     return total;
 }
 
+/* The same, behind all that there are. */
+static double gain_behind(const Tree *g, const double *more, int64_t count) {
+    double total = 0;
+    for (int64_t i = 0; i < count; i++) {
+        const double left = more[i] - g->row[g->count + i];
+        total += left > 0 ? left : 0;
+    }
+    return total;
+}
+
 /* Whether a level below these nodes, likeliest first, should bring more than it costs. */
 static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t depth) {
     if (!g->pays || !count) return count > 0;
@@ -162,6 +184,7 @@ static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t dep
     }
     const double kept = below / above;
     for (int64_t i = 0; i < count; i++) more[i] = times(kept, promise(g, fresh[i]));
+    if (g->draws) return gain_behind(g, more, count) > g->level[depth];
     return gain(g, more, count) - gain(g, NULL, 0) > g->level[depth];
 }
 
@@ -174,6 +197,21 @@ static int64_t open_node(const Tree *g, int64_t node, int64_t *fresh, int64_t co
     if (at < g->beam) fresh[at] = node;
     return count < g->beam ? count + 1 : count;
 }
+
+/* Open some of these nodes, likeliest first, and of guesses that were there below those that were open. */
+static void open_best(Tree *g, int64_t *fresh, int64_t count, int64_t depth) {
+    for (int64_t i = 0; i < g->opens; i++)
+        EACH_PLANTED(child, g->open[i]) count = open_node(g, child, fresh, count);
+    g->opens = 0;
+    if (depth + 1 == g->depth || !opens(g, fresh, count, depth + 1)) return;
+    for (int64_t i = 0; i < count; i++) {
+        int64_t at = g->opens++;
+        for (; at > 0 && g->open[at - 1] > fresh[i]; at--) g->open[at] = g->open[at - 1];
+        g->open[at] = fresh[i];
+    }
+}
+
+static int draw_level(const Trees *t, Tree *g, const float *x, int64_t depth);
 
 /* Hang the likeliest tokens below the open nodes, whose logits these are, and open the next ones. */
 static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
@@ -195,15 +233,7 @@ static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
     const int64_t stay = staying(g);
     for (int64_t i = 0; i < stay; i++)
         if (g->best[i] >= last && g->value[g->best[i]] > g->least) count = open_node(g, g->best[i], fresh, count);
-    for (int64_t i = 0; i < g->opens; i++)
-        EACH_PLANTED(child, g->open[i]) count = open_node(g, child, fresh, count);
-    g->opens = 0;
-    if (depth + 1 == g->depth || !opens(g, fresh, count, depth + 1)) return;
-    for (int64_t i = 0; i < count; i++) {
-        int64_t at = g->opens++;
-        for (; at > 0 && g->open[at - 1] > fresh[i]; at--) g->open[at] = g->open[at - 1];
-        g->open[at] = fresh[i];
-    }
+    open_best(g, fresh, count, depth);
 }
 
 /* Seat the open nodes of a tree in its tail and in the pass; gives the rows of the pass up to them. */
@@ -235,7 +265,7 @@ static void cut_tree(Tree *g) {
         g->seated[room + i] = g->token[node];
         g->seated[2 * room + i] = above < 0 ? g->lead - 1 : g->seat[above];
     }
-    for (int64_t i = 0; i < last; i++) g->seat[i] = -1;
+    for (int64_t i = 0; i < last; i++) g->seat[i] = g->draws ? 0 : -1;
     for (int64_t i = 0; i < stay; i++) g->seat[g->best[i]] = 0;
     g->count = 0;
     for (int64_t i = 0; i < last; i++) {
@@ -247,20 +277,21 @@ static void cut_tree(Tree *g) {
     for (int64_t i = 0; i < g->seats; i++) g->seated[i] = g->seat[g->seated[i]];
 }
 
-/* Grow trees until none goes on; gives how many levels were run. */
+/* Grow trees until none goes on; gives how many levels were run, and 0 where there is nothing to draw from. */
 int64_t outpace_trees(const Trees *t) {
     Program *p = t->program;
     char **buffer = (char **)p->buffer;
-    int64_t *counts = (int64_t *)p->rows, most = counts[0], level = 0, tail[t->trees][3];
+    int64_t *counts = (int64_t *)p->rows, most = counts[0], level = 0, fine = 1, tail[t->trees][3];
     for (int64_t i = 0; i < t->trees; i++) {
         Look *l = t->look + i;
         tail[i][0] = t->tree[i].lead, tail[i][1] = l->parents, tail[i][2] = l->depths;
         l->parents = l->depths = 0;
         Tree *g = t->tree + i;
         g->open[0] = -1, g->opens = 1, g->count = g->planted;
+        value_planted(g);
     }
     p->ids = t->id;
-    for (int64_t outs = 0, rows = t->trees; rows; level++) {
+    for (int64_t outs = 0, rows = t->trees; rows && fine; level++) {
         if (level) {
             if (t->lent >= 0) buffer[t->lent] = t->gathered, buffer[t->given] = t->gave + outs * t->bytes;
             for (int64_t i = 0; i < t->counts; i++) counts[i] = rows;
@@ -271,13 +302,15 @@ int64_t outpace_trees(const Trees *t) {
         outs += rows, rows = 0;
         float *x = t->logits;
         for (int64_t i = 0; i < t->trees; i++) {
-            const int64_t opened = t->tree[i].opens;
-            if (opened) grow_tree(t, t->tree + i, x, level);
+            Tree *g = t->tree + i;
+            const int64_t opened = g->opens;
+            if (opened && g->draws) fine &= draw_level(t, g, x, level);
+            else if (opened) grow_tree(t, g, x, level);
             x += opened * t->stride;
             rows = seat_nodes(t, i, rows, outs, tail[i]);
         }
     }
     for (int64_t i = 0; i < t->counts; i++) counts[i] = most;
     for (int64_t i = 0; i < t->trees; i++) cut_tree(t->tree + i);
-    return level;
+    return fine ? level : 0;
 }

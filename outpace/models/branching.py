@@ -1,20 +1,21 @@
 """Trees of guesses, all of their levels in one call of compiled code: see trees.h.
 
 `outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened, and
-a rule opens them: that of `outpace.tree.dynamic` for chosen guesses; where others guessed before, that of
+a rule opens them: that of `outpace.tree.dynamic`; where others guessed before, that of
 `outpace.methods.hybrid.union`.
 
-Shape letters: B sequences, N nodes, L levels, D columns of logits.
+Shape letters: B sequences, N nodes, L levels, G nodes below which something was drawn, D columns of logits.
 """
 
 from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from outpace.kernels.compiled import library
@@ -40,6 +41,26 @@ class Beginning:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Draws:
+    """How guesses are drawn."""
+
+    races: bool
+    """Siblings are drawn together, by a race; else slot by slot, without replacement."""
+    temperature: float
+    """Of the softmax that they are drawn from."""
+    truncation: tuple[int, float, float]
+    """Of it: top-k, top-p and min-p."""
+    truncates: Callable[[int], bool]
+    """Whether that leaves less than all of so many columns."""
+    key: int
+    """What the keys of coins, or positions of races, are mixed into (`outpace.coins`)."""
+    position: int
+    """Of the pending token."""
+    sibling: float
+    """A race has another sibling if the chance that all before it are refused is above."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Rule:
     """By what one tree grows."""
 
@@ -54,22 +75,34 @@ class Rule:
     least: float
     """A guess counts if the chance to reach and keep it is above."""
     row_N: array[float]
-    """Price of each node."""
+    """Price of each node, up to those of a level that is behind the last one."""
     level_L: array[float]
     """Price of each level."""
     temper_L: array[float]
     """What the logits of each level are divided by first."""
     begins: Beginning | None = None
+    draws: Draws | None = None
+    """None: guesses are chosen."""
+
+    @property
+    def planted(self) -> int:
+        """Guesses to begin with."""
+        return 0 if self.begins is None else len(self.begins.token_P)
 
     @property
     def most(self) -> int:
         """Candidates that there can be."""
-        return self.fan * (1 + self.seats) + (0 if self.begins is None else len(self.begins.token_P))
+        return self.fan * (1 + self.seats) + self.planted
 
     @property
     def seats(self) -> int:
         """Most rows behind those of the first level."""
         return (self.levels - 1) * self.beam
+
+    @property
+    def laws(self) -> int:
+        """Distributions that there can be."""
+        return 0 if self.draws is None else max(1, min(1 + self.seats, self.nodes - self.planted))
 
 
 @dataclass(frozen=True)
@@ -98,15 +131,19 @@ class Branching:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trees:
-    """The nodes that are worth their rows, in the order in which they were found."""
+    """The nodes that are worth their rows, and all that were drawn, in the order in which they were found."""
 
     levels: int
-    """Passes that it took."""
-    token_BN: Sequence[Sequence[int]]
-    parent_BN: Sequence[Sequence[int]]
+    """Passes that it took; 0 where some node has no distribution to draw from, and nothing else holds."""
+    token_BN: Sequence[array[int]]
+    parent_BN: Sequence[array[int]]
     tail_B3R: Sequence[Sequence[Sequence[int]]]
     """Of the rows behind those of the first level: nodes, or -1 where they do not stay; tokens; and the rows
     of the tail that they hang from."""
+    group_BG: Sequence[Sequence[int]]
+    """Nodes below which something was drawn, in the order in which that was done."""
+    law_BG: Sequence[Sequence[tuple[Tensor, Tensor | None]]]
+    """The distribution below each, and its tokens; None: those of the columns."""
 
 
 class _Tree(ctypes.Structure):
@@ -119,6 +156,14 @@ class _Tree(ctypes.Structure):
         ("planted", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("own", "said")),
         *((name, ctypes.c_double) for name in ("bias", "text", "head")),
+        ("draws", ctypes.c_int64),
+        *((name, ctypes.c_double) for name in ("temperature", "sibling")),
+        ("key", ctypes.c_uint64),
+        ("position", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("truncated", "top_k")),
+        *((name, ctypes.c_double) for name in ("top_p", "min_p")),
+        *((name, ctypes.c_void_p) for name in ("law", "support", "width", "group")),
+        ("groups", ctypes.c_int64),
         *((name, ctypes.c_int64) for name in "lead offset".split()),
         *((name, ctypes.c_void_p) for name in "value token parent seat out best open seated".split()),
         *((name, ctypes.c_int64) for name in "count ranked opens seats".split()),
@@ -133,7 +178,7 @@ class _Trees(ctypes.Structure):
         *((name, ctypes.c_int64) for name in "passes trees counts lent given bytes".split()),
         *((name, ctypes.c_void_p) for name in "gathered gave logits".split()),
         *((name, ctypes.c_int64) for name in "width stride tall".split()),
-        *((name, ctypes.c_void_p) for name in "window look position id column tree".split()),
+        *((name, ctypes.c_void_p) for name in "window look position id column spare tree".split()),
     ]
 
 
@@ -166,6 +211,8 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     memory = [_memory(rule) for rule in rules]
     trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
     own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
+    laws = [_Laws(one, rule, width) for one, rule in zip(trees, rules, strict=True)]
+    spare = Piece(width if any(rule.laws for rule in rules) else 0)
     ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
     each = level.bytes // asked.rows
     gathered = Piece(level.bytes // 4)
@@ -189,17 +236,43 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         position=position.buffer_info()[0],
         id=ids.buffer_info()[0],
         column=None if id_D is None else id_D.data_ptr(),
+        spare=spare.address,
         tree=ctypes.addressof(trees),
     )
     levels = code.outpace_trees(ctypes.byref(whole))
     del own_B  # what trees read and wrote
-    found = [_found(one, rule, numbers) for one, rule, (numbers, _) in zip(trees, rules, memory, strict=True)]
+    found = [_found(*one) for one in zip(trees, rules, memory, laws, strict=True)]
     return Trees(levels, *zip(*found, strict=True))
 
 
+class _Laws:
+    """Distributions that a tree is drawn from, in memory that they keep."""
+
+    def __init__(self, one: _Tree, rule: Rule, width: int) -> None:
+        """Tell the tree where they are written."""
+        draws, count = rule.draws, rule.laws
+        self._id_GD: Tensor | None = None
+        if draws is None:
+            return
+        self._prob_GD = torch.empty(count, width)
+        one.law, one.draws, one.key = self._prob_GD.data_ptr(), 1 + draws.races, draws.key
+        one.temperature, one.sibling, one.position = draws.temperature, draws.sibling, draws.position
+        if draws.truncates(width):
+            self._id_GD, self._widths = torch.empty(count, width, dtype=torch.int64), array("q", [0] * count)
+            one.support, one.width, one.truncated = self._id_GD.data_ptr(), self._widths.buffer_info()[0], 1
+            one.top_k, one.top_p, one.min_p = draws.truncation
+
+    def law(self, row: int) -> tuple[Tensor, Tensor | None]:
+        """One of them, and its tokens, which are those of the columns if there is none."""
+        if self._id_GD is None:
+            return self._prob_GD[row], None
+        width = self._widths[row]
+        return self._prob_GD[row, :width].clone(), self._id_GD[row, :width].clone()
+
+
 def _memory(rule: Rule) -> tuple[array[int], array[float]]:
-    """Room for candidates: tokens, parents, seats, places, then lists of nodes; and values."""
-    lists = rule.nodes + rule.beam + 3 * rule.seats
+    """Room for candidates: tokens, parents, seats, places, then lists of nodes, and groups; and values."""
+    lists = rule.nodes + rule.beam + 3 * rule.seats + 2 * rule.laws
     return array("q", bytes(8 * (4 * rule.most + lists))), array("d", bytes(8 * rule.most))
 
 
@@ -216,11 +289,16 @@ def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> a
     return own_P
 
 
-def _found(one: _Tree, rule: Rule, numbers: array[int]) -> tuple[array[int], array[int], list[array[int]]]:
-    """Tokens and parents of the nodes that stay, and the rows of the tail."""
-    most, seats, at = rule.most, rule.seats, 4 * rule.most + rule.nodes + rule.beam
+def _found(
+    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], laws: _Laws
+) -> tuple[array[int], array[int], list[array[int]], array[int], list[tuple[Tensor, Tensor | None]]]:
+    """Tokens and parents of the nodes that stay, the rows of the tail, and what was drawn from."""
+    numbers, most, seats = memory[0], rule.most, rule.seats
+    at = 4 * most + rule.nodes + rule.beam
     tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
-    return numbers[: one.count], numbers[most : most + one.count], tail
+    pairs = numbers[at + 3 * seats : at + 3 * seats + 2 * one.groups]
+    drawn = [laws.law(row) for row in pairs[1::2]]
+    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], drawn
 
 
 def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
@@ -245,4 +323,5 @@ def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[fl
         best=at + 4 * most,
         open=at + 4 * most + 8 * rule.nodes,
         seated=at + 4 * most + 8 * (rule.nodes + rule.beam),
+        group=at + 4 * most + 8 * (rule.nodes + rule.beam + 3 * rule.seats),
     )

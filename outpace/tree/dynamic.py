@@ -135,14 +135,13 @@ class Dynamic:
         if self.chosen:  # what is likelier takes the place of what is not
             gain = self._gain([*self._value, *more]) - self._gain(self._value)
         else:
-            rows = len(self.tokens)
-            gain = sum(max(0.0, value - self.price.row(rows + i)) for i, value in enumerate(more))
+            gain = self._gain(more, len(self.tokens))
         return gain > self.price.level(depth)
 
-    def _gain(self, value_N: Sequence[float]) -> float:
-        """What the best nodes bring over the price of their rows."""
+    def _gain(self, value_N: Sequence[float], rows: int = 0) -> float:
+        """What the best nodes bring over the price of their rows, behind so many."""
         ranked = sorted(value_N, reverse=True)[: self._budget.max_nodes]
-        return reduce(add, [max(0.0, value - self.price.row(i)) for i, value in enumerate(ranked)], 0.0)
+        return reduce(add, [max(0.0, value - self.price.row(i)) for i, value in enumerate(ranked, rows)], 0.0)
 
     def finish(self) -> tuple[Draft, list[int] | None]:
         """The draft, and for each of its nodes the number it had while the tree grew.
@@ -186,52 +185,47 @@ class Dynamic:
 
         A slot has to leave room for the children of what was drawn already and is worth more.
         """
-        row = self.row
-        fresh: list[int] = []
-        rest: dict[int, Law | None] = {}
-        whole: dict[int, Law] = {}
-        drawn: dict[int, list[int]] = {}
-        slots: list[tuple[float, int]] = []
-        for i, node in enumerate(self.open):
-            law = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
-            if law is not None:
-                whole[node] = rest[node] = law
-                drawn[node] = []
-                heapq.heappush(slots, (-self._free(node), node))
+        row, fresh, laws = self.row, list[int](), dict[int, Law | None]()
+        drawn: dict[int, list[int]] = {node: [] for node in self.open}
+        slots = sorted((-self._free(node), node) for node in self.open)  # a heap
         while slots:
             worth, node = -slots[0][0], slots[0][1]
-            law_left = rest[node]
-            left = self._budget.max_nodes - len(self.tokens)
             wanted = 0 if last else sum(self._below(child, worth) for child in fresh)
-            if left <= wanted or (worth <= self.least and self.tokens):
+            if self._budget.max_nodes - len(self.tokens) <= wanted or (worth <= self.least and self.tokens):
                 break
             heapq.heappop(slots)
-            picks = drawn[node]
-            if law_left is None or len(picks) == MOST or self._dear(worth, law_left):
+            picks = [self.tokens[child] for child in drawn[node]]
+            if not picks:
+                i = self.open.index(node)
+                laws[node] = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
+            law = laws[node]
+            law_left = law.without(picks) if law is not None and picks else law
+            if law is None or law_left is None or len(picks) == MOST or self._dear(worth, law_left):
                 continue
             token = row.coins.choose(law_left, node, len(picks))
             prob = law_left.prob(token)
-            fresh.append(self._add(node, token, whole[node].prob(token), worth * prob))
-            picks.append(token)
-            rest[node] = whole[node].without(picks)
+            fresh.append(self._add(node, token, law.prob(token), worth * prob))
+            drawn[node].append(fresh[-1])
             heapq.heappush(slots, (-worth * (1.0 - prob), node))
-        for node, picks in drawn.items():
-            self._group(node, picks, whole[node])
+        for node, children in drawn.items():
+            self.group(node, children, laws.get(node))
         return fresh
 
     def _sample_at_once(self, logits_FD: Tensor, id_D: Tensor | None, paths: Paths, depth: int) -> list[int]:
         """Draw siblings together: their number follows from the distribution alone, before any is drawn."""
-        row, fresh = self.row, []
+        row, fresh = self.row, list[int]()
         for i, node in enumerate(self.open):
+            if not (left := self._budget.max_nodes - len(self.tokens)):
+                break
             law = self._left(node, row.warp.guess(logits_FD[i], paths[i], id_D))
-            left = self._budget.max_nodes - len(self.tokens)
             fan = 0 if law is None else self._fan(law, self._free(node), left)
             if law is not None and fan:
-                picks = draw(law, fan, row.drawn, row.coins, node, depth + 1)
+                picks, at = draw(law, fan, row.drawn, row.coins, node, depth + 1), dict[int, int]()
                 for token in dict.fromkeys(picks):  # an IID draw may repeat one
                     prob = law.prob(token)
-                    fresh.append(self._add(node, token, prob, self._worth(node) * prob))
-                self._group(node, picks, law)
+                    at[token] = self._add(node, token, prob, self._worth(node) * prob)
+                fresh += at.values()
+                self.group(node, [at[token] for token in picks], law)
         return fresh
 
     def _fan(self, law: Law, worth: float, left: int) -> int:
@@ -279,12 +273,11 @@ class Dynamic:
         self._value.append(value)
         return len(self.tokens) - 1
 
-    def _group(self, parent: int, picks: Sequence[int], law: Law) -> None:
-        if not picks:
-            return
-        at = {self.tokens[node]: node for node in range(len(self.tokens)) if self.parents[node] == parent}
-        self._groups.append(Group(parent, self.row.drawn, tuple(map(at.__getitem__, picks)), len(self._laws)))
-        self._laws.append(law)
+    def group(self, parent: int, children: Sequence[int], law: Law | None) -> None:
+        """Note children that were drawn from a distribution, in order; there may be none."""
+        if children and law is not None:
+            self._groups.append(Group(parent, self.row.drawn, tuple(children), len(self._laws)))
+            self._laws.append(law)
 
 
 def draw(law: Law, count: int, drawn: Drawn, coins: Coins, node: int, depth: int) -> list[int]:

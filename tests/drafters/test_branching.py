@@ -27,10 +27,27 @@ WIDE = Budget(13, 6, shape=Shape(beam=4, least=0.05))
 pytestmark = pytest.mark.skipif(not works("cpu"), reason="nothing is compiled here")
 
 
+def told(draft):
+    return draft.token_N, draft.parent_N, draft.groups
+
+
 def drafted(
-    budgets, spreads, settings=None, temper=(), drawn=Drawn.CHOSEN, ties=False, texts=TEXTS, plants=()
+    budgets,
+    spreads,
+    settings=None,
+    temper=(),
+    drawn=Drawn.CHOSEN,
+    ties=False,
+    texts=TEXTS,
+    plants=(),
+    told=told,
 ):
-    """Drafts, the passes of the head, and how many proposals were one call."""
+    """Drafts, the passes of the head, and how many proposals were one call.
+
+    Args:
+        settings: of all sequences, or of each; as ``drawn``.
+        told: what a draft is compared by.
+    """
     target = tied()
     ids = every(target)
     shape = shape_for(target, draft_vocab=len(ids))
@@ -56,8 +73,8 @@ def drafted(
             text,
             budget,
             KeyedCoins(3, len(text) - 1, Stream.DRAFT),
-            Warp(SamplingParams(**settings or {"temperature": 0}), text, frozenset({2}), target.vocab_size),
-            drawn,
+            Warp(SamplingParams(**each(settings, i)), text, frozenset({2}), target.vocab_size),
+            each(drawn, i),
             grower=partial(Union, planted=plants[i]) if plants else None,
         )
         for i, (state, text, budget) in enumerate(zip(states, texts, budgets, strict=False))
@@ -70,8 +87,9 @@ def drafted(
     return drafts[0], drafter.clock.count, sum(done)
 
 
-def told(draft):
-    return draft.token_N, draft.parent_N, draft.groups
+def each(given, i):
+    """What all sequences have, or one of them."""
+    return given[i] if isinstance(given, list) else given or {"temperature": 0}
 
 
 def prices(chance, nodes):
@@ -86,7 +104,7 @@ def prices(chance, nodes):
     return Price(tuple(chance.random() * dear for _ in range(chance.randint(1, 4))), tuple(rows))
 
 
-def second(budgets, spreads, knows=10, plants=()):
+def second(budgets, spreads, knows=10, plants=(), settings=None, drawn=Drawn.CHOSEN, told=told):
     """Drafts of a draft model, what is in its cache behind them, and its passes."""
     model = tied()
     drafter = DraftModel(model, model.vocab_size)
@@ -102,15 +120,14 @@ def second(budgets, spreads, knows=10, plants=()):
         return found
 
     drafter.spread = counting
-    warp = Warp(SamplingParams(temperature=0), (), frozenset({2}), model.vocab_size)
     rows = [
         DraftRow(
             state,
             text,
             budget,
             KeyedCoins(3, len(text) - 1, Stream.DRAFT),
-            warp,
-            Drawn.CHOSEN,
+            Warp(SamplingParams(**each(settings, i)), (), frozenset({2}), model.vocab_size),
+            each(drawn, i),
             grower=partial(Union, planted=plants[i]) if plants else None,
         )
         for i, (state, text, budget) in enumerate(zip(states, TEXTS, budgets, strict=False))
@@ -264,7 +281,7 @@ def test_a_tree_is_the_same_beside_others_and_on_any_number_of_threads(monkeypat
 @pytest.mark.parametrize(
     ("why", "given"),
     [
-        ("drawn", {"drawn": Drawn.DISTINCT, "settings": {"temperature": 0.8}}),
+        ("drawn otherwise", {"drawn": Drawn.IID, "settings": {"temperature": 0.8}}),
         ("penalized", {"settings": {"temperature": 0, "repetition_penalty": 1.3}}),
         ("too short", {"settings": {"temperature": 0, "min_tokens": 2}}),
         ("stops", {"budgets": [replace(WIDE, stop=Threshold(0.2))]}),

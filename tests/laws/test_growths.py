@@ -122,9 +122,9 @@ def test_siblings_are_counted_before_they_are_drawn(monkeypatch):
         picks = draw(law, 1, Drawn.IID, self.row.coins, -1, 1)
         if law.prob(picks[0]) < 0.5:
             picks = draw(law, 2, Drawn.IID, self.row.coins, -1, 1)
-        fresh = [self._add(-1, t, law.prob(t), law.prob(t)) for t in dict.fromkeys(picks)]
-        self._group(-1, picks, law)
-        return fresh
+        at = {t: self._add(-1, t, law.prob(t), law.prob(t)) for t in dict.fromkeys(picks)}
+        self.group(-1, [at[t] for t in picks], law)
+        return list(at.values())
 
     monkeypatch.setattr(Dynamic, "_sample_at_once", count_draws)
     flat = replace(dynamic, budget=replace(dynamic.budget, max_depth=1))

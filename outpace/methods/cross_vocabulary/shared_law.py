@@ -35,7 +35,7 @@ class SharedWarp(Warp):
     def __init__(self, base: Warp, common: Shared) -> None:
         self.params, self.vocab_size = base.params, len(common.target_of)
         self.generated, self.greedy = base.generated, base.greedy
-        self._base, self._common, self.temperature = base, common, None
+        self._base, self._common = base, common
 
     @property
     def raw(self) -> bool:
