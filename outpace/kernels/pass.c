@@ -316,8 +316,8 @@ static void gate_apart(const void *context, const void *self, int64_t piece) {
     }
 }
 
-/* x [rows, width] float32; more [rows, width], of which `by` times is added; weight [width]; out [rows, stride]. `half_more` and
-   `half_out` say what is bfloat16. */
+/* x [rows, width] float32; more [rows, width], of which `by` times is added; weight [width]; out [rows, stride].
+   `half_more` and `half_out` say what is bfloat16. */
 void outpace_norm(float *x, const void *more, float by, const float *weight, float floor, void *out,
                   int64_t stride, int64_t rows, int64_t width, int64_t half_more,
                   int64_t half_out, int64_t threads) {
