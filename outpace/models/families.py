@@ -18,12 +18,34 @@ from outpace.models.fields import MOST, MOST_LAYERS, Fields
 from outpace.models.mixtures import Mixture
 from outpace.models.rope import Rope
 
-__all__ = ["FAMILIES", "FULL", "HF_ACTIVATIONS", "WINDOWED", "DecoderConfig", "Rope", "share", "unsupported"]
+__all__ = [
+    "CLASSES",
+    "FAMILIES",
+    "FULL",
+    "HF_ACTIVATIONS",
+    "WINDOWED",
+    "DecoderConfig",
+    "Rope",
+    "share",
+    "unsupported",
+]
 
-FAMILIES = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3"),
-    *("granite", "smollm3", "phi3", "olmo2", "mixtral", "qwen3_moe"),
-)
+CLASSES = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "qwen2": "Qwen2",
+    "qwen3": "Qwen3",
+    "gemma2": "Gemma2",
+    "gemma3": "Gemma3",
+    "granite": "Granite",
+    "smollm3": "SmolLM3",
+    "phi3": "Phi3",
+    "olmo2": "Olmo2",
+    "mixtral": "Mixtral",
+    "qwen3_moe": "Qwen3Moe",
+}
+"""Family -> with what the names of its classes in transformers begin."""
+FAMILIES = tuple(CLASSES)
 
 _ALIASES = {family: family for family in FAMILIES} | {"gemma3_text": "gemma3", "mimo": "qwen2"}
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh"}

@@ -20,26 +20,12 @@ from outpace.drafters.trained import CONFIG, WEIGHTS, lender
 from outpace.errors import ModelError
 from outpace.files import filled, replaced, write_whole
 from outpace.models.base import Target
-from outpace.models.families import HF_ACTIVATIONS, DecoderConfig
+from outpace.models.families import CLASSES, HF_ACTIVATIONS, DecoderConfig
 from outpace.models.measured import dtype_name
 from outpace.models.rope import Rope
 
 DTYPE = torch.bfloat16
 """Of everything that is written."""
-_CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3",
-    "granite": "Granite",
-    "smollm3": "SmolLM3",
-    "phi3": "Phi3",
-    "olmo2": "Olmo2",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-}
 
 
 def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
@@ -56,7 +42,7 @@ def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
     if decoder.qk_norm or (decoder.qkv_bias and not decoder.out_bias):
         kind = "qwen3" if decoder.qk_norm else "qwen2"
     said: dict[str, Any] = {
-        "architectures": [f"{_CLASSES[kind]}ForCausalLM"],
+        "architectures": [f"{CLASSES[kind]}ForCausalLM"],
         "model_type": kind,
         "vocab_size": decoder.vocab_size,
         "hidden_size": decoder.hidden_size,
@@ -88,7 +74,7 @@ def hf_config(decoder: DecoderConfig) -> dict[str, Any]:
 
 def class_of(target: Target) -> str:
     family = lender(target, "the export").config.family
-    return f"{_CLASSES.get(family, 'Llama')}ForCausalLM"
+    return f"{CLASSES.get(family, 'Llama')}ForCausalLM"
 
 
 def write(out: Path, config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[Path]:

@@ -16,7 +16,7 @@ from outpace.errors import ModelError, UnknownNameError
 from outpace.files import expanded
 from outpace.models.base import Target
 from outpace.models.decoder import Decoder
-from outpace.models.families import FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
+from outpace.models.families import CLASSES, FULL, HF_ACTIVATIONS, WINDOWED, DecoderConfig
 from outpace.models.fields import brief
 from outpace.models.hf.compare import apart
 from outpace.models.hf.target import HFTarget
@@ -29,20 +29,6 @@ from outpace.models.zoo import open_checkpoint
 _QUANTIZED = 0.5
 """Mean difference of logits where the target's own weights are rounded to a few bits, and the twin's are
 not, in standard deviations of a logit."""
-_CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma2": "Gemma2",
-    "gemma3": "Gemma3Text",
-    "granite": "Granite",
-    "smollm3": "SmolLM3",
-    "phi3": "Phi3",
-    "olmo2": "Olmo2",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-}
 
 
 def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
@@ -109,8 +95,9 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
 
     config = checkpoint.config
     windowed = config.family == "llama" and any(config.windows)
-    kind = _CLASSES["mistral" if windowed else config.family]
-    shape = getattr(transformers, f"{kind}Config")(dtype=dtype, **_settings(config))
+    kind = CLASSES["mistral" if windowed else config.family]
+    text = "Text" if config.family == "gemma3" else ""
+    shape = getattr(transformers, f"{kind}{text}Config")(dtype=dtype, **_settings(config))
     # Gemma's norms add 1 to weights that a GGUF file stores with the 1 in them.
     extra = 1.0 if config.family in ("gemma2", "gemma3") and config.norm_offset == 0 else 0.0
 
@@ -122,7 +109,7 @@ def _from_checkpoint(checkpoint: Checkpoint, dtype: torch.dtype) -> Any:
     weights = to_transformers(config, read)
     if config.family == "mixtral":
         weights = {mixtral_name(name): weight for name, weight in weights.items()}
-    made = getattr(transformers, f"{kind.removesuffix('Text')}ForCausalLM")
+    made = getattr(transformers, f"{kind}ForCausalLM")
     with quiet():
         model, told = made.from_pretrained(
             None, config=shape, state_dict=weights, dtype=dtype, output_loading_info=True
