@@ -66,6 +66,12 @@ _SAYS: Schema = {
     ]
 }
 """Of one message at least there is a text, or a call."""
+_SILENT: Schema = {"required": ["text"], "properties": {"text": {"maxLength": 0}}}
+_SPEAKS: Schema = {
+    "properties": {"content": {"anyOf": [_TEXT, {"type": "array", "contains": {"not": _SILENT}}]}},
+    "required": ["content"],
+}
+"""Likewise, in the messages of `/v1/messages`."""
 
 
 def _null(*names: str) -> Schema:
@@ -236,7 +242,7 @@ def bound(schemas: Mapping[str, Schema], of: Bounds) -> None:
         _add(schemas["ResponsesBody"]["properties"][field], said)
     schemas["CompletionBody"]["properties"]["prompt"]["anyOf"] = prompts
     for name in ("MessagesBody", "CountBody"):
-        _add(schemas[name]["properties"]["messages"], {"maxItems": of.messages})
+        _add(schemas[name]["properties"]["messages"], {"contains": _SPEAKS, "maxItems": of.messages})
     if not of.thinks:
         schemas["Thinking"]["allOf"] = [_DISABLED]
         for schema in schemas.values():
