@@ -61,6 +61,18 @@ _COMMON: dict[str, Any] = {
     "attention_bias": False,
     "mlp_bias": False,
 }
+_GEMMA = _COMMON | {
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_act": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _COMMON | {"max_position_embeddings": 2048},
     "mistral": _COMMON | {"max_position_embeddings": 131_072, "num_key_value_heads": 8},
@@ -73,38 +85,14 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen3_moe": _COMMON
     | {"max_position_embeddings": 32_768, "num_experts": 128, "num_experts_per_tok": 8}
     | {"moe_intermediate_size": 768, "decoder_sparse_step": 1},
-    "gemma3": _COMMON
+    "gemma2": _GEMMA | {"vocab_size": 256_000, "max_position_embeddings": 8192},
+    "gemma3": _GEMMA
     | {
         "vocab_size": 262_208,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
         "max_position_embeddings": 131_072,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
         "sliding_window_pattern": 6,
-        "tie_word_embeddings": True,
         "rope_theta": 1_000_000.0,
         "rope_local_base_freq": 10_000.0,
-    },
-    "gemma2": _COMMON
-    | {
-        "vocab_size": 256_000,
-        "hidden_size": 2304,
-        "intermediate_size": 9216,
-        "num_hidden_layers": 26,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 256,
-        "hidden_act": "gelu_pytorch_tanh",
-        "max_position_embeddings": 8192,
-        "query_pre_attn_scalar": 256,
-        "sliding_window": 4096,
-        "tie_word_embeddings": True,
     },
     "granite": _COMMON
     | {
