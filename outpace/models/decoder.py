@@ -29,7 +29,7 @@ from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_en
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
 from outpace.models.fused import stored
-from outpace.models.graphs import Record, StaticPasses, cuda_recorder
+from outpace.models.graphs import CudaRecorder, Record, StaticPasses
 from outpace.models.layers import Layers
 from outpace.models.likeness import Likeness
 from outpace.models.packed import Linear
@@ -92,7 +92,7 @@ class Decoder(Target):
         self.static: StaticPasses | None = None
         """Runs passes of common shapes as recorded launches; None: all run eagerly."""
         if self.device.type == "cuda" and config.mixture is None:  # which experts run, a recording cannot say
-            self.static = self.static_passes(cuda_recorder(self.device))
+            self.static = self.static_passes(CudaRecorder(self.device))
 
     def static_passes(self, record: Record) -> StaticPasses:
         """Its layers in fixed shapes; see ``StaticPasses``."""

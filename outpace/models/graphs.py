@@ -57,27 +57,33 @@ class RunLayers(Protocol):
     ) -> None: ...
 
 
-def cuda_recorder(device: torch.device) -> Record:
-    """Record CUDA graphs that share one pool of memory.
+class CudaRecorder:
+    """Records CUDA graphs that share one pool of memory.
 
     Sharing is safe: no two of them run at once, and what one gives is copied before the next.
     """
-    pool = torch.cuda.graph_pool_handle()
 
-    def record(launch: Launch) -> Launch:
-        with torch.cuda.device(device):
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._pool = device, torch.cuda.graph_pool_handle()
+        # A pool takes no further graph once all of its graphs are gone, as when a cache grows. So one stays.
+        self._number = torch.zeros(1, device=device)
+        self._stays = self._captured(self._number.zero_)
+
+    def __call__(self, launch: Launch) -> Launch:
+        with torch.cuda.device(self._device):
             # Once without recording: libraries set themselves up at their first call.
             side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             side.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(side):
                 launch()
             torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=pool):
-                launch()
-        return graph.replay
+            return self._captured(launch).replay
 
-    return record
+    def _captured(self, launch: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self._device), torch.cuda.graph(graph, pool=self._pool):
+            launch()
+        return graph
 
 
 class StaticPasses:
@@ -85,7 +91,7 @@ class StaticPasses:
 
     Args:
         windows: the distinct sliding windows of its layers.
-        record: makes a launch that can be repeated; ``cuda_recorder``, or a stand-in.
+        record: makes a launch that can be repeated; a ``CudaRecorder``, or a stand-in.
     """
 
     def __init__(
