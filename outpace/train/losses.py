@@ -29,7 +29,7 @@ B blocks, A guesses of a block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,9 +49,17 @@ HALF, SLOPE = 0.5, 3.0
 TINY = 1e-30
 """Probabilities below count as this where a logarithm or a quotient is taken."""
 CHUNK = 256
-"""Rows whose logits exist at a time: 8 MB at 8192 columns, which stays in the caches."""
+"""Rows whose logits exist at a time: 8 MB at 8192 columns, which stays in the caches of a CPU."""
 BLOCK = 4096
-"""Rows whose gradients exist at a time: 67 MB at 8192 columns in bfloat16."""
+"""Rows whose gradients exist at a time: 67 MB at 8192 columns in bfloat16. On a GPU, whose launches cost more
+than its caches save, logits as well.
+"""
+
+
+def chunks(rows: Tensor) -> Iterator[slice]:
+    """Slices of rows whose logits exist at a time; one of no rows if there are none."""
+    size = CHUNK if rows.device.type == "cpu" else BLOCK
+    return (slice(lo, lo + size) for lo in range(0, max(1, len(rows)), size))
 
 
 def _log(p_RD: Tensor) -> Tensor:
@@ -173,12 +181,15 @@ def _fast_lk(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _fast_lk_mix(z_RD: Tensor, p_RD: Tensor) -> tuple[Tensor, Tensor]:
-    far_R, far_RD = _fast_tv(z_RD.clone(), p_RD)
-    kl_R, kl_RD = _fast_kl(z_RD, p_RD)
+    kl_R = torch.linalg.vecdot(p_RD, _log(p_RD)) - torch.linalg.vecdot(p_RD, z_RD)
+    q_RD, whole_R = _law(z_RD)
+    kl_RD = q_RD - p_RD
+    far_R = 0.5 * kl_RD.abs().sum(-1)
+    far_RD = _through_softmax(q_RD, kl_RD.sign().mul_(0.5))
     # Of two distributions alpha is 1 - tv; the oracle counts it.
     share_R = (-SLOPE * (1 - far_R)).exp()
     grad_RD = kl_RD.mul_(share_R[:, None]).add_(far_RD.mul_(1 - share_R[:, None]))
-    return share_R * kl_R + (1 - share_R) * far_R, grad_RD
+    return share_R * (kl_R + whole_R) + (1 - share_R) * far_R, grad_RD
 
 
 def _fast_cross_entropy(z_RD: Tensor, label_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -224,8 +235,8 @@ def head_loss(
 ) -> Tensor:
     """Sum of a loss over rows, from their normed hidden states.
 
-    Logits and distributions exist for ``CHUNK`` rows at a time, gradients for ``BLOCK``. Gradients flow to
-    ``hidden_RH`` and ``head_DH`` where they ask for them; they are computed on the way there,
+    Logits and distributions exist for the rows of one of ``chunks``, gradients for ``BLOCK``. Gradients
+    flow to ``hidden_RH`` and ``head_DH`` where they ask for them; they are computed on the way there,
     so backward only scales them. Under autocast the products are of its dtype.
 
     Args:
@@ -274,12 +285,12 @@ class _HeadLoss(torch.autograd.Function):
         for begin in range(0, len(hidden_RH), BLOCK):
             part_RH = hidden_RH[begin : begin + BLOCK]
             grad_RD = part_RH.new_empty(len(part_RH), len(head_DH))
-            for lo in range(0, len(part_RH), CHUNK):
-                z_CD = part_RH[lo : lo + CHUNK] @ head_DH.T
+            for some in chunks(part_RH):
+                z_CD = part_RH[some] @ head_DH.T
                 z_CD = z_CD.float() if z_CD.dtype is torch.bfloat16 else z_CD
-                loss_C, grad_CD = judged(z_CD, begin + lo, begin + lo + len(z_CD))
+                loss_C, grad_CD = judged(z_CD, begin + some.start, begin + some.start + len(z_CD))
                 total = total + loss_C.sum()
-                grad_RD[lo : lo + CHUNK] = grad_CD
+                grad_RD[some] = grad_CD
             if hidden_grad_RH is not None:
                 torch.mm(grad_RD, head_DH, out=hidden_grad_RH[begin : begin + BLOCK])
             if to_head:
@@ -307,15 +318,15 @@ def depth_weights(depths: int, decay: float) -> tuple[float, ...]:
 
 @torch.no_grad()
 def confidences(hidden_RH: Tensor, head_DH: Tensor, label_R: Tensor) -> Tensor:
-    """The draft's probabilities of some labels, float32 [R]; logits exist for ``CHUNK`` rows at a time.
+    """The draft's probabilities of some labels, float32 [R]; logits exist as ``chunks`` says.
 
     Args:
         label_R: int64 draft ids.
     """
     out_R = torch.empty(len(hidden_RH), device=hidden_RH.device)
-    for lo in range(0, len(hidden_RH), CHUNK):
-        q_CD, _ = _law((hidden_RH[lo : lo + CHUNK].to(head_DH.dtype) @ head_DH.T).float())
-        out_R[lo : lo + CHUNK] = q_CD.gather(-1, label_R[lo : lo + CHUNK, None]).squeeze(-1)
+    for some in chunks(hidden_RH):
+        q_CD, _ = _law((hidden_RH[some].to(head_DH.dtype) @ head_DH.T).float())
+        out_R[some] = q_CD.gather(-1, label_R[some, None]).squeeze(-1)
     return out_R
 
 

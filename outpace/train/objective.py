@@ -23,7 +23,7 @@ from outpace.law import VocabMap
 from outpace.models.base import Target
 from outpace.train.align import DRAFT_MODEL, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK, check, head_loss, weighted
+from outpace.train.losses import check, chunks, head_loss, weighted
 
 LAST = "hidden.-1"
 """The tap from which the target's distributions are computed."""
@@ -249,9 +249,7 @@ def target_laws(target: Target, vocab: VocabMap | None, last_NH: Tensor, tempera
 
     Cost: N rows of the head, over the draft vocabulary only.
     """
-    parts = [
-        target.head(last_NH[lo : lo + CHUNK], vocab).div_(temperature).softmax(-1) for lo in _chunks(last_NH)
-    ]
+    parts = [target.head(last_NH[some], vocab).div_(temperature).softmax(-1) for some in chunks(last_NH)]
     return torch.cat(parts)
 
 
@@ -265,8 +263,8 @@ def whole_laws(
         float32 [N, D], which need not sum to 1, and int64 target ids [N].
     """
     laws, ids = [], []
-    for lo in _chunks(last_NH):
-        p_CV = target.head(last_NH[lo : lo + CHUNK]).div_(temperature).softmax(-1)
+    for some in chunks(last_NH):
+        p_CV = target.head(last_NH[some]).div_(temperature).softmax(-1)
         ids.append(p_CV.argmax(-1))
         laws.append(p_CV if vocab is None else p_CV[:, vocab.to_target_D.to(p_CV.device)])
     return torch.cat(laws), torch.cat(ids)
@@ -278,22 +276,17 @@ def guesses(
 ) -> tuple[Tensor, Tensor]:
     """The drafter's likeliest tokens, int64 target ids [R], and alpha [R], 0 without ``p_ND``."""
     picked, overlaps = [], []
-    for lo in _chunks(hidden_RH):
-        z_CD = (hidden_RH[lo : lo + CHUNK] @ head_DH.T).float()
+    for some in chunks(hidden_RH):
+        z_CD = (hidden_RH[some] @ head_DH.T).float()
         picked.append(z_CD.argmax(-1))
         if p_ND is not None:
-            overlaps.append(torch.minimum(z_CD.softmax(-1), p_ND[row_R[lo : lo + CHUNK]]).sum(-1))
+            overlaps.append(torch.minimum(z_CD.softmax(-1), p_ND[row_R[some]]).sum(-1))
         else:
             overlaps.append(torch.zeros(len(z_CD), device=z_CD.device))
     token_R = torch.cat(picked)
     if vocab is not None:
         token_R = vocab.to_target_D.to(token_R.device)[token_R]
     return token_R, torch.cat(overlaps)
-
-
-def _chunks(rows: Tensor) -> range:
-    """First rows of chunks; one of no rows if there are none."""
-    return range(0, max(1, len(rows)), CHUNK)
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ from outpace.files import write_whole
 from outpace.law import VocabMap
 from outpace.train.align import EAGLE, Aligned
 from outpace.train.batches import Batch
-from outpace.train.losses import CHUNK
+from outpace.train.losses import chunks
 from outpace.train.objective import Chain, Objective, Step, Tally, draft_ids, laws_for, write_drafter
 from outpace.train.temper import Tempering
 
@@ -38,15 +38,15 @@ def ranked(
     """
     label_R, ranks, alphas = draft_ids(truth_R, vocab), [], []
     column_D = torch.arange(len(head_DH), device=y_RH.device)
-    for lo in range(0, max(1, len(y_RH)), CHUNK):
-        z_CD = (y_RH[lo : lo + CHUNK].to(head_DH.dtype) @ head_DH.T).float()
-        label_C = label_R[lo : lo + CHUNK]
+    for some in chunks(y_RH):
+        z_CD = (y_RH[some].to(head_DH.dtype) @ head_DH.T).float()
+        label_C = label_R[some]
         own_C1 = z_CD.gather(1, label_C.clamp_min(0)[:, None])
         # Logits are often equal in bfloat16; the first of them is the one that is drafted.
         before_CD = (z_CD == own_C1) & (column_D < label_C[:, None])
         rank_C = ((z_CD > own_C1) | before_CD).sum(1).clamp_max(RANKS)
         ranks.append(rank_C.where(label_C >= 0, RANKS))
-        p_CD = p_ND[row_R[lo : lo + CHUNK]]
+        p_CD = p_ND[row_R[some]]
         alphas.append(torch.minimum(z_CD.softmax(-1), p_CD).sum(-1))
     return torch.cat(ranks), torch.cat(alphas)
 

@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from outpace.train.losses import CHUNK
+from outpace.train.losses import chunks
 from outpace.train.objective import Tally
 
 TRIED = (0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.25, 1.5, 2.0)
@@ -50,10 +50,10 @@ class Tempering(Tally):
             self._score_G.append(torch.zeros(len(TRIED), dtype=torch.float64))
             self._rows.append(0)
         hidden_RH, label_R = hidden_RH[:MOST], label_R[:MOST]
-        for lo in range(0, len(hidden_RH), CHUNK):
-            z_RD = (hidden_RH[lo : lo + CHUNK].to(head_DH.dtype) @ head_DH.T).float()
+        for some in chunks(hidden_RH):
+            z_RD = (hidden_RH[some].to(head_DH.dtype) @ head_DH.T).float()
             best = z_RD.topk(min(LIKELIEST, z_RD.shape[1]))
-            right_RK = best.indices == label_R[lo : lo + CHUNK, None]
+            right_RK = best.indices == label_R[some, None]
             for g, temper in enumerate(TRIED):
                 whole_R1 = (z_RD / temper).logsumexp(-1, keepdim=True)
                 apart_RK = (best.values / temper - whole_R1).exp() - right_RK.float()
