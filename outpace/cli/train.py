@@ -136,7 +136,7 @@ def train(
             there = Path(stack.enter_context(tempfile.TemporaryDirectory())) if dry_run else work
             count = min(self_prompts, 64) if dry_run else self_prompts
             began = time.perf_counter()
-            own = _self_prompts(engine, there, count)
+            own = _self_prompts(engine, there, count, options.data.batch)
             prompt_seconds = (time.perf_counter() - began) * self_prompts / count
         corpus, sources = _corpus([*(prompts or ()), *own], texts or ())
     pipeline = Pipeline(
@@ -202,12 +202,12 @@ def _train_target(texts: Sequence[str], out: Path | None, settings: Sequence[str
     show.write(f"wrote {out}, and a workload to measure it with, {out / 'prompts.jsonl'}\n")
 
 
-def _self_prompts(engine: Engine, folder: Path, count: int) -> list[str]:
+def _self_prompts(engine: Engine, folder: Path, count: int, batch: int) -> list[str]:
     """Files of prompts and conversations that the model thinks of itself, gone on with where they end."""
     from outpace.train.self_prompts import SelfPromptConfig, write_conversations, write_prompts
 
     prompts, turns = folder / "self-prompts.jsonl", folder / "self-conversations.jsonl"
-    config = SelfPromptConfig(count=count)
+    config = SelfPromptConfig(count=count, batch=batch)
     write_prompts(engine, prompts, config, say=_say)
     found = [prompts]
     if write_conversations(engine, prompts, turns, config, say=_say):

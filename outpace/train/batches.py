@@ -52,8 +52,12 @@ class Batch:
 class Features(Protocol):
     """Where batches get features; `outpace.train.features.FeatureStore` is one."""
 
-    def of(self, part: Sequence[TokenSequence]) -> list[Mapping[str, Tensor]]:
-        """Features of sequences, or of their beginnings: tap -> bfloat16 [T, H] each."""
+    def padded(self, part: Sequence[TokenSequence], token_BT: Tensor) -> Mapping[str, Tensor]:
+        """Features of sequences, or of their beginnings, as a batch carries them.
+
+        Args:
+            token_BT: their tokens, padded to the longest.
+        """
 
 
 def padded(found: Sequence[Mapping[str, Tensor]], taps: Sequence[str], length: int) -> dict[str, Tensor]:
@@ -207,9 +211,9 @@ class Batches:
         for i, one in enumerate(part):
             token_BT[i, : len(one.ids)] = torch.from_numpy(one.ids.astype(np.int64))
             answer_BT[i, one.prompt : len(one.ids)] = True
-        feature: dict[str, Tensor] = {}
+        feature: Mapping[str, Tensor] = {}
         if self.features is not None and self.taps:
-            feature = padded(self.features.of(part), self.taps, longest)
+            feature = self.features.padded(part, token_BT)
         return Batch(token_BT=token_BT, length_B=torch.tensor(lengths), answer_BT=answer_BT, feature=feature)
 
 

@@ -28,9 +28,11 @@ from torch import Tensor
 from outpace.errors import ModelError, OutpaceError, shorten
 from outpace.files import parse_json, write_whole
 from outpace.models.base import Target
+from outpace.train.batches import padded
 from outpace.train.capture import KV, alike, compute, needed, passes, width_of
 from outpace.train.manifest import SHARD, read_manifest
 from outpace.train.progress import Reporter, Say
+from outpace.train.text_net import TextNet
 from outpace.train.tokens import FEATURES, TokenSequence
 
 VERSION = 2
@@ -74,7 +76,9 @@ class FeatureStore:
     until the system is short of it.
     """
 
-    def __init__(self, target: Target, tokens: Path, taps: Sequence[str], room: int) -> None:
+    def __init__(
+        self, target: Target, tokens: Path, taps: Sequence[str], room: int, net: TextNet | None = None
+    ) -> None:
         """Open what is there; nothing is computed yet.
 
         Args:
@@ -82,6 +86,7 @@ class FeatureStore:
             tokens: folder of the token store; features lie beside its shards.
             taps: names, see ``Target.score``. Where another method kept more taps, those are used.
             room: bytes of disk that they may have in all; the disk keeps 1 GiB free. 0 keeps none.
+            net: computes what batches want anew, whatever is kept: on a GPU that is sooner than to read it.
 
         Raises:
             ModelError: the target gives no taps, or the folder holds those of another target.
@@ -89,6 +94,7 @@ class FeatureStore:
         """
         target.require(needed(taps), "training on features")
         self.target, self.room, self.wanted = target, room, tuple(taps)
+        self._net = None if any(tap.startswith(KV) for tap in taps) else net
         self.folder = folder_for(tokens, taps)
         self._manifest = _read_manifest(self.folder, target) or {
             "version": VERSION,
@@ -135,6 +141,16 @@ class FeatureStore:
             )
         return out
 
+    def padded(self, part: Sequence[TokenSequence], token_BT: Tensor) -> Mapping[str, Tensor]:
+        """Features of sequences as a batch carries them: tap -> bfloat16 [B, T, H], 0 behind each end.
+
+        Args:
+            token_BT: their tokens, padded to the longest.
+        """
+        if self._net is None:
+            return padded(self.of(part), self.wanted, token_BT.shape[1])
+        return self._net.features(token_BT, torch.tensor([len(one.ids) for one in part]), self.wanted)
+
     def ensure(self, part: Sequence[TokenSequence]) -> Mapping[int, Mapping[str, Tensor]]:
         """Compute what is missing, and keep it where there is room; gives what was computed, by number.
 
@@ -171,7 +187,7 @@ class FeatureStore:
 
     @property
     def _fits(self) -> bool:
-        return self.nbytes + 2 * SHARD_BYTES <= self.room
+        return self._net is None and self.nbytes + 2 * SHARD_BYTES <= self.room
 
     def _has(self, one: TokenSequence) -> bool:
         if (waiting := self._waiting.get(one.number)) is not None:

@@ -22,12 +22,15 @@ import numpy as np
 from outpace.engine.engine import Engine
 from outpace.errors import RequestError, shown
 from outpace.models.base import Target
+from outpace.models.graphs import CudaRecorder
 from outpace.models.prompts import encode_within
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import CorpusPrompt, digest_of
 from outpace.train.crowd import Wanted, answer_each
+from outpace.train.fixed_batches import answer_all
 from outpace.train.progress import Reporter, Say, Tick
 from outpace.train.speed import LIKELY, decode_seconds, row_seconds, typical_prompt
+from outpace.train.text_net import TextNet
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import StepRecord
 
@@ -214,15 +217,17 @@ class _Work:
         self.kept = store.answer_tokens
         self.emitted = self.finished = 0  # tokens of this process: made, and made in done answers
         self.waiting: list[TokenSequence] = []
+        self.unwritten = 0  # tokens of these
         self.cut = {"looped_answers": 0, "loop_tokens_cut": 0}
         self.asked: list[tuple[Ask, tuple[int, ...]]] = []  # in the order of their beginning
         self.answers, self.number, self.skipped = len(store), 0, 0
         self.done = set(store.number_S.tolist())
         self.flushed = time.perf_counter()
+        self.net = TextNet.on_gpu(engine.target)
         self.reporter = Reporter("generating", "tokens", say, self.kept)
 
     def run(self) -> None:
-        if self.kept < self.config.tokens:
+        if self.kept < self.config.tokens and self.net is None:
             self.say(Tick("generating", self.kept, self.config.tokens, "tokens", self._likely_rate()))
         while self.kept < self.config.tokens:  # again where answers were shorter than those before
             self._round()
@@ -230,30 +235,45 @@ class _Work:
 
     def _round(self) -> None:
         first = len(self.asked)
-        for index, result in answer_each(self.engine, self._wanted(first), self.config.batch):
+        for index, tokens in self._answered(self._wanted(first)):
             ask, ids = self.asked[index]
             self.answers += 1
-            length = without_loop(result.tokens)
-            self.finished += len(result.tokens)
+            length = without_loop(tokens)
+            self.finished += len(tokens)
             self.kept += length
-            if length < len(result.tokens):
+            if length < len(tokens):
                 self.cut["looped_answers"] += 1
-                self.cut["loop_tokens_cut"] += len(result.tokens) - length
+                self.cut["loop_tokens_cut"] += len(tokens) - length
             self.waiting.append(
                 TokenSequence(
                     number=self.first + ask.number,
-                    ids=np.array([*ids, *result.tokens[:length]], np.int32),
+                    ids=np.array([*ids, *tokens[:length]], np.int32),
                     prompt=len(ids),
                     temperature=ask.temperature,
                 )
             )
-            waiting = sum(len(one.ids) for one in self.waiting)
+            self.unwritten += len(ids) + length
             late = time.perf_counter() - self.flushed > self.config.shard_seconds
-            if late or waiting >= self.config.shard_tokens:
+            if late or self.unwritten >= self.config.shard_tokens:
                 self.flush()
 
+    def _answered(self, wanted: Iterator[Wanted]) -> Iterator[tuple[int, Sequence[int]]]:
+        """Number and tokens of each answer, in the order in which they end."""
+        config, engine = self.config, self.engine
+        if self.net is None:
+            for index, result in answer_each(engine, wanted, config.batch):
+                yield index, result.tokens
+            return
+        loop = LOOP_TOKENS, LOOP_PERIOD
+        for one in answer_all(
+            self.net, wanted, config.batch, engine.eos_ids, CudaRecorder(self.net.device), loop
+        ):
+            self.emitted += len(one.tokens)
+            self.reporter.late(self._done, config.tokens)
+            yield one.number, one.tokens
+
     def flush(self) -> None:
-        waiting, self.waiting = self.waiting, []
+        waiting, self.waiting, self.unwritten = self.waiting, [], 0
         cut, self.cut = self.cut, dict.fromkeys(self.cut, 0)
         self.store.append(waiting, cut)
         self.flushed = time.perf_counter()

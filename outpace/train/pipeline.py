@@ -53,6 +53,7 @@ from outpace.train.repeats import near_duplicates
 from outpace.train.splits import check_splits
 from outpace.train.starts import begin_from
 from outpace.train.stopping import told
+from outpace.train.text_net import TextNet
 from outpace.train.tokens import TokenStore
 from outpace.train.vocab import always_kept, count_tokens, coverage, reduced_vocab, size_for
 from outpace.types import VocabMap
@@ -209,7 +210,7 @@ class Pipeline:
         if not self.taps:
             return None
         room = 0 if self.world > 1 else round(self.options.pipeline.feature_gb * 1e9)
-        return FeatureStore(self.target, self.work / "tokens", self.taps, room)
+        return FeatureStore(self.target, self.work / "tokens", self.taps, room, TextNet.on_gpu(self.target))
 
     @cached_property
     def vocab(self) -> VocabMap | None:

@@ -17,13 +17,17 @@ from typing import Any
 from outpace.engine.engine import Engine
 from outpace.errors import ModelError, OutpaceError
 from outpace.files import parse_json, write_whole
+from outpace.models.graphs import CudaRecorder
 from outpace.params import NEUTRAL, SamplingParams
 from outpace.train.corpus import Message
+from outpace.train.crowd import Wanted
+from outpace.train.fixed_batches import answer_all
 from outpace.train.generate import check_chat
 from outpace.train.progress import Reporter, Say
+from outpace.train.text_net import TextNet
 
 _MARK = "MARKMARK"
-_ROUND = 256  # most prompts asked for between two writings: what a killed process loses
+_ROUND = 4  # batches of prompts asked for between two writings: what a killed process loses
 _SPARE = 8  # and a quarter: prompts asked for beyond those that are wanted, for some are dropped
 _GOES_ON = 3  # one prompt in so many becomes a conversation
 _FEWEST = 8  # characters; shorter ones ask nothing
@@ -59,6 +63,11 @@ class SelfPromptConfig:
     """Prompts under way at a time."""
     seed: int = 0
     """Of everything drawn."""
+
+    @property
+    def round(self) -> int:
+        """Prompts asked for between two writings."""
+        return _ROUND * self.batch
 
     def __post_init__(self) -> None:
         for name in ("count", "max_new_tokens", "batch"):
@@ -125,7 +134,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     told, idle = Reporter("prompts", "prompts", say, len(rows)), 0
     while len(rows) < config.count:
         before, wanted = len(rows), config.count - len(rows)
-        numbers = range(number, number + min(_ROUND, wanted + wanted // 4 + _SPARE))
+        numbers = range(number, number + min(config.round, wanted + wanted // 4 + _SPARE))
         said = [opening_of(one) for one in numbers]
         begun = {one: user_turn(engine, said=one)[0] for one in set(said)}
         written = []
@@ -140,7 +149,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
                 kept.add(text)
         number += len(numbers)
         idle = idle + len(numbers) if len(rows) == before else 0
-        if idle >= _HOPELESS * _ROUND:
+        if idle >= _HOPELESS * config.round:
             raise OutpaceError(
                 f"{engine.target.name} wrote {len(rows)} different prompts and "
                 f"then none in {idle}; ask for fewer"
@@ -172,9 +181,9 @@ def write_conversations(
     asked = {n: text for n, text in _rows(prompts, "prompt") if n % _GOES_ON == 0}
     rows = dict(_rows(path, "messages"))
     told_of = Reporter("conversations", "conversations", say, len(rows))
-    for number in range(_behind(rows), max(asked, default=-1) + 1, _ROUND):
+    for number in range(_behind(rows), max(asked, default=-1) + 1, config.round):
         before, total = len(rows), max(len(rows), len(asked))
-        opened = [n for n in range(number, number + _ROUND) if n in asked]
+        opened = [n for n in range(number, number + config.round) if n in asked]
         told: list[tuple[int, list[Message]]] = [
             (n, [{"role": "user", "content": asked[n]}]) for n in opened if not _special(engine, asked[n])
         ]
@@ -217,7 +226,7 @@ def _written(
     end: str | None = None,
 ) -> Iterator[tuple[int, str]]:
     """What follows the prompts and came to an end by itself, as (index, text). A number says the coins."""
-    params = (
+    params = [
         SamplingParams(
             **NEUTRAL | {"temperature": config.temperature},
             max_new_tokens=config.max_new_tokens,
@@ -225,10 +234,28 @@ def _written(
             seed=(config.seed << 32) + number,
         )
         for number in numbers
-    )
+    ]
+    net, stops = TextNet.on_gpu(engine.target), _stops(engine, end)
+    if net is not None and stops is not None:
+        wanted = (Wanted(ids, [one], i) for i, (ids, one) in enumerate(zip(prompts, params, strict=True)))
+        tokenizer = engine.target.tokenizer
+        assert tokenizer is not None, "prompts were written with it"
+        for one in answer_all(net, wanted, config.batch, stops, CudaRecorder(net.device)):
+            if one.ended:
+                yield one.number, tokenizer.decode(one.tokens[:-1]).rstrip()
+        return
     for index, result in engine.map(iter(prompts), params, batch=config.batch, drafter="none"):
         if result.finish_reason == "stop":
             yield index, result.text.rstrip()
+
+
+def _stops(engine: Engine, end: str | None) -> frozenset[int] | None:
+    """Tokens that end a text or are written as ``end``; None if that is no single token."""
+    tokenizer = engine.target.tokenizer
+    if end is None or tokenizer is None:
+        return engine.eos_ids
+    ids = tokenizer.encode(end, special=False)
+    return engine.eos_ids | {*ids} if len(ids) == 1 else None
 
 
 def _behind(rows: Mapping[int, Any]) -> int:

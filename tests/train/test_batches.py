@@ -3,7 +3,7 @@ import pytest
 import torch
 
 from outpace import RequestError
-from outpace.train.batches import Batches
+from outpace.train.batches import Batches, padded
 from outpace.train.tokens import TokenSequence, TokenStore
 
 
@@ -25,8 +25,9 @@ def store(tmp_path_factory):
 class Counting:
     """Features that say which token of which sequence they are of."""
 
-    def of(self, part):
-        return [{tap: self.read(one.number, len(one.ids), tap) for tap in ("a", "b")} for one in part]
+    def padded(self, part, token_BT):
+        found = [{tap: self.read(one.number, len(one.ids), tap) for tap in ("a", "b")} for one in part]
+        return padded(found, ("a", "b"), token_BT.shape[1])
 
     def read(self, number, length, tap):
         base = number * 1000 + (500 if tap == "b" else 0)

@@ -22,7 +22,7 @@ def engine():
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    monkeypatch.setattr(self_prompts, "_ROUND", 8)
+    monkeypatch.setattr(self_prompts, "_ROUND", 2)
     monkeypatch.setattr(self_prompts, "_FEWEST", 1)
 
 
@@ -108,7 +108,7 @@ def test_rounds_are_no_larger_than_what_is_wanted(engine, ending, tmp_path, monk
 
     monkeypatch.setattr(self_prompts, "_written", counted)
     write_prompts(engine, tmp_path / "small.jsonl", config, say=ticks.append)
-    monkeypatch.setattr(self_prompts, "_ROUND", 256)
+    monkeypatch.setattr(self_prompts, "_ROUND", 64)
     del asked[1:]
     write_prompts(engine, tmp_path / "large.jsonl", config, say=quiet)
     assert asked[:2] == [8, 12 + 3 + 8]
