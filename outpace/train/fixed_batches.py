@@ -7,8 +7,8 @@ A step launches the same kernels on the same memory, so it is recorded once and 
 steps finished answers leave. Prompts are read into free slots, once for all answers to a prompt.
 
 The next token is argmax(logits - T log E) with E ~ Exp(1): a draw from softmax(logits / T), and the
-likeliest token at T = 0 (Gumbel-max). The device draws E. So work that was stopped and goes on draws other
-answers than work that was not.
+likeliest token at T = 0 (Gumbel-max). One stream of coins serves all slots, so an answer depends on what is
+answered beside it.
 
 Shape letters: S slots, M longest answer, C keys of a slot, K key heads, G query heads per key head, D width
 of a head, R prompts that are read together, T tokens of the longest, X some slots.
@@ -54,6 +54,7 @@ def answer_all(
     slots: int,
     stops: Collection[int],
     record: Record,
+    seed: int,
     loop: tuple[int, int] | None = None,
 ) -> Iterator[Answer]:
     """Answer prompts, ``slots`` short ones at a time.
@@ -63,10 +64,14 @@ def answer_all(
             ``max_new_tokens`` count.
         stops: tokens that end an answer.
         record: makes a step that can be repeated; see `outpace.models.graphs`.
+        seed: of all answers together.
         loop: an answer ends when its last so many tokens repeat a period of at most so many.
 
     Memory: keys and values of ``slots * SHORTEST`` tokens for each size that is needed.
+
+    Effects: seeds torch's own generators, for these alone draw in what is recorded.
     """
+    torch.manual_seed(seed)
     batches: dict[int, _FixedBatch] = {}
     queues: dict[int, deque[Wanted]] = {}
     stop_N = torch.tensor(sorted(stops), dtype=torch.int64, device=net.device)

@@ -4,8 +4,9 @@ A drafter is trained on what the target says, for that is what it will have to g
 data, arXiv:2310.08461). Part of the answers is greedy and part sampled, as in use.
 
 Every answer has a number, and the number alone says prompt, temperature and coins. So work that
-was stopped, even killed, goes on where its store ends, and makes the same answers. A store can
-hold several works: other prompts, or other settings, later.
+was stopped, even killed, goes on where its store ends, and makes the same answers. On a GPU an
+answer depends on those beside it, so there it makes others. A store can hold several works: other
+prompts, or other settings, later.
 """
 
 from __future__ import annotations
@@ -264,10 +265,9 @@ class _Work:
             for index, result in answer_each(engine, wanted, config.batch):
                 yield index, result.tokens
             return
-        loop = LOOP_TOKENS, LOOP_PERIOD
-        for one in answer_all(
-            self.net, wanted, config.batch, engine.eos_ids, CudaRecorder(self.net.device), loop
-        ):
+        loop, record = (LOOP_TOKENS, LOOP_PERIOD), CudaRecorder(self.net.device)
+        seed = int(_uniform(config.seed, "answers", len(self.store)) * 2**48)
+        for one in answer_all(self.net, wanted, config.batch, engine.eos_ids, record, seed, loop):
             self.emitted += len(one.tokens)
             self.reporter.late(self._done, config.tokens)
             yield one.number, one.tokens

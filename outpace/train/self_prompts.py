@@ -225,7 +225,9 @@ def _written(
     numbers: Sequence[int],
     end: str | None = None,
 ) -> Iterator[tuple[int, str]]:
-    """What follows the prompts and came to an end by itself, as (index, text). A number says the coins."""
+    """What follows the prompts and came to an end by itself, as (index, text). A number says the coins; on a
+    GPU the first does, for all.
+    """
     params = [
         SamplingParams(
             **NEUTRAL | {"temperature": config.temperature},
@@ -240,7 +242,8 @@ def _written(
         wanted = (Wanted(ids, [one], i) for i, (ids, one) in enumerate(zip(prompts, params, strict=True)))
         tokenizer = engine.target.tokenizer
         assert tokenizer is not None, "prompts were written with it"
-        for one in answer_all(net, wanted, config.batch, stops, CudaRecorder(net.device)):
+        seed = (config.seed << 32) + min(numbers, default=0)
+        for one in answer_all(net, wanted, config.batch, stops, CudaRecorder(net.device), seed):
             if one.ended:
                 yield one.number, tokenizer.decode(one.tokens[:-1]).rstrip()
         return

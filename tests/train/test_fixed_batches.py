@@ -19,6 +19,7 @@ from outpace.train.self_prompts import SelfPromptConfig, write_prompts
 from outpace.train.text_net import TextNet
 from outpace.train.tokens import TokenSequence, TokenStore
 from outpace.types import Feed
+from tests.models.making import own_target
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,36 @@ def test_it_fits_targets_whose_layers_are_alike(engine):
     assert not TextNet.fits(engine.target.quantized("int8"))
 
 
+@pytest.mark.parametrize("family", ["mistral", "gemma3", "smollm3", "mixtral"])
+def test_targets_with_windows_or_experts_are_left_to_passes(family):
+    assert not TextNet.fits(own_target(family))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "granite", "olmo2"])
+def test_a_family_computes_what_its_passes_do(family):
+    target = own_target(family)
+    net, ids, cache = TextNet(target), [3, 5, 9, 1, 4, 4, 7, 8, 2, 11], target.new_cache()
+    want_TV = target.score([Feed.chain(cache.open(), ids)], cache).logits_TV
+    last_TH = net.features(torch.tensor([ids]), torch.tensor([len(ids)]), ("hidden.-1",))["hidden.-1"][0]
+    torch.testing.assert_close(net.logits(last_TH.float()), want_TV, rtol=2e-2, atol=2e-1)
+    wanted = [Wanted(tuple(ids), [params(most=9)], 0), Wanted(tuple(ids[:4]), [params(most=9)], 1)]
+    for one in answer_all(net, iter(wanted), 2, (), eager, 0):
+        whole = [*wanted[one.number].ids, *one.tokens]
+        got_TV = target.score([Feed.chain(cache.open(), whole)], cache).logits_TV
+        start = len(whole) - len(one.tokens)
+        assert one.tokens == got_TV[start - 1 : -1].argmax(-1).tolist()
+
+
+def test_a_seed_says_the_answers(engine, net):
+    (ids, *_) = prompts(engine)
+    drawn = [
+        [one.tokens for one in answer_all(net, iter([Wanted(ids, [params(1.0)] * 3, 0)]), 4, (), eager, seed)]
+        for seed in (1, 1, 2)
+    ]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len({tuple(one) for one in drawn[0]}) == 3, "each answer has its own coins"
+
+
 def test_features_of_padded_texts_are_those_of_passes(engine, net, tmp_path):
     taps = ("hidden.0", "hidden.1", f"hidden.{engine.target.num_layers}", "hidden.-1")
     texts = [list(ids) for ids in prompts(engine)]
@@ -92,7 +123,7 @@ def test_greedy_answers_are_those_of_passes(engine, net, slots, record):
         for i, ids in enumerate(prompts(engine))
     ]
     want = {number: list(result.tokens) for number, result in answer_each(engine, iter(wanted), 4)}
-    found = list(answer_all(net, iter(wanted), slots, engine.eos_ids, record))
+    found = list(answer_all(net, iter(wanted), slots, engine.eos_ids, record, 0))
     assert {one.number: one.tokens for one in found} == want
     assert len(found) == len(want)
     assert all(one.ended == (one.tokens[-1] in engine.eos_ids) for one in found)
@@ -107,18 +138,18 @@ def test_prompts_of_several_sizes_are_answered_side_by_side(engine, net):
     ]
     want = {number: list(result.tokens) for number, result in answer_each(engine, iter(wanted), 4)}
     assert len(long) + 20 > SHORTEST > len(long) - 20
-    assert {one.number: one.tokens for one in answer_all(net, iter(wanted), 2, (), eager)} == want
+    assert {one.number: one.tokens for one in answer_all(net, iter(wanted), 2, (), eager, 0)} == want
 
 
 def test_stops_and_loops_end_an_answer(engine, net):
     (ids, *_) = prompts(engine)
-    (whole,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager)
+    (whole,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager, 0)
     stop = whole.tokens[7]
-    (short,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (stop,), eager)
+    (short,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (stop,), eager, 0)
     assert short.ended and short.tokens == whole.tokens[: whole.tokens.index(stop) + 1]
-    (again,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager, (64, 32))
+    (again,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager, 0, (64, 32))
     assert again.tokens == whole.tokens and without_loop(whole.tokens) == 120
-    (looped,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager, (8, 3))
+    (looped,) = answer_all(net, iter([Wanted(ids, [params(most=120)], 0)]), 2, (), eager, 0, (8, 3))
     looks = range(LOOK, 120, LOOK)
     first = next(n for n in looks if any(repeats(whole.tokens[n - 8 : n], period) for period in (1, 2, 3)))
     assert looped.tokens == whole.tokens[:first] and not looped.ended
@@ -131,11 +162,10 @@ def repeats(tokens, period):
 def test_tokens_are_drawn_from_the_targets_distribution(engine, net, monkeypatch):
     """Each first token of many answers to one prompt, at two temperatures side by side."""
     (ids, *_) = prompts(engine)
-    torch.manual_seed(3)
     monkeypatch.setattr(fixed_batches, "LOOK", 1)
     count = 2000
     wanted = [Wanted(ids, [params(0.7, 1)] * count, 0), Wanted(ids, [params(1.3, 1)] * count, count)]
-    found = list(answer_all(net, iter(wanted), 512, (), eager))
+    found = list(answer_all(net, iter(wanted), 512, (), eager, 0))
     assert sorted(one.number for one in found) == list(range(2 * count))
     for low, temperature in ((0, 0.7), (count, 1.3)):
         drawn = Counter(one.tokens[0] for one in found if low <= one.number < low + count)
