@@ -164,7 +164,7 @@ class _FixedBatch:
         )
         self._count_S += live_S
         self._done_S |= (token_S[:, None] == self._stop_N).any(1) | (self._count_S >= self._most_S)
-        self._token_S.copy_(token_S.where(live_S, self._token_S))
+        self._token_S.copy_(token_S)
         self._place_S += live_S
 
     def finished(self, loop: tuple[int, int] | None) -> Iterator[Answer]:

@@ -61,7 +61,7 @@ class GenerateConfig:
     answers: int = 4
     """Answers to a prompt one after another: it is read once for all of them."""
     batch: int = 64
-    """Answers under way at a time."""
+    """Answers under way at a time; on a GPU those that have, with their prompts, up to 512 tokens."""
     seed: int = 0
     """Of everything drawn."""
     shard_tokens: int = 60_000

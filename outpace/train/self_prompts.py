@@ -127,7 +127,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
 
     Effects: writes the file whole every few hundred prompts.
     """
-    end = user_turn(engine)[1]
+    end, net = user_turn(engine)[1], TextNet.on_gpu(engine.target)
     rows = dict(_rows(path, "prompt"))
     kept = set(rows.values())
     number = _behind(rows)
@@ -138,7 +138,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
         said = [opening_of(one) for one in numbers]
         begun = {one: user_turn(engine, said=one)[0] for one in set(said)}
         written = []
-        for one in _written(engine, [begun[one] for one in said], config, numbers, end):
+        for one in _written(engine, [begun[one] for one in said], config, numbers, net, end):
             written.append(one)
             told.late(min(before + len(written), config.count), config.count)
         for i, more in sorted(written):
@@ -180,6 +180,7 @@ def write_conversations(
     """
     asked = {n: text for n, text in _rows(prompts, "prompt") if n % _GOES_ON == 0}
     rows = dict(_rows(path, "messages"))
+    net = TextNet.on_gpu(engine.target)
     told_of = Reporter("conversations", "conversations", say, len(rows))
     for number in range(_behind(rows), max(asked, default=-1) + 1, config.round):
         before, total = len(rows), max(len(rows), len(asked))
@@ -189,7 +190,7 @@ def write_conversations(
         ]
         starts = [engine.encode(messages) for _, messages in told]
         answers = []
-        for one in _written(engine, starts, config, [n for n, _ in told]):
+        for one in _written(engine, starts, config, [n for n, _ in told], net):
             answers.append(one)
             told_of.late(before, total)
         answered = [
@@ -200,7 +201,7 @@ def write_conversations(
         starts = [user_turn(engine, messages)[0] for _, messages in answered]
         end = user_turn(engine)[1]
         turns = []
-        for one in _written(engine, starts, config, [n + _TURNS for n, _ in answered], end):
+        for one in _written(engine, starts, config, [n + _TURNS for n, _ in answered], net, end):
             turns.append(one)
             told_of.late(before + len(turns), total)
         for i, text in sorted(turns):
@@ -223,6 +224,7 @@ def _written(
     prompts: Sequence[tuple[int, ...]],
     config: SelfPromptConfig,
     numbers: Sequence[int],
+    net: TextNet | None,
     end: str | None = None,
 ) -> Iterator[tuple[int, str]]:
     """What follows the prompts and came to an end by itself, as (index, text). A number says the coins; on a
@@ -237,8 +239,7 @@ def _written(
         )
         for number in numbers
     ]
-    net, stops = TextNet.on_gpu(engine.target), _stops(engine, end)
-    if net is not None and stops is not None:
+    if net is not None and (stops := _stops(engine, end)) is not None:
         wanted = (Wanted(ids, [one], i) for i, (ids, one) in enumerate(zip(prompts, params, strict=True)))
         tokenizer = engine.target.tokenizer
         assert tokenizer is not None, "prompts were written with it"

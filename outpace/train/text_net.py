@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -47,20 +47,18 @@ class TextNet:
         self._head_VH = head_rows(target, None, target.dtype)
 
     @staticmethod
-    def fits(target: Target) -> bool:
+    def fits(target: Decoder) -> bool:
         """Whether its layers are all alike: no experts, windows or caps, and one rotary table."""
-        if not isinstance(target, Decoder) or target.quantize is not None:
-            return False
         config = target.config
-        plain = config.mixture is None and config.attention_softcap is None and config.logit_softcap is None
-        return plain and len(config.ropes) == 1 and not any(config.windows)
+        whole = config.mixture is None and target.quantize is None
+        capless = config.attention_softcap is None and config.logit_softcap is None
+        return whole and capless and len(config.ropes) == 1 and not any(config.windows)
 
     @classmethod
     def on_gpu(cls, target: Target) -> TextNet | None:
         """The net of a target on a GPU; None where passes serve better, or it does not fit."""
-        if target.device.type != "cuda" or not isinstance(target, Decoder) or not cls.fits(target):
-            return None
-        return cls(target)
+        served = target.device.type == "cuda" and isinstance(target, Decoder) and cls.fits(target)
+        return cls(cast(Decoder, target)) if served else None
 
     def turn(self, place_BA: Tensor) -> Turn:
         """Rotary factors of rows at some places."""

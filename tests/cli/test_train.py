@@ -295,7 +295,7 @@ def test_a_dry_run_thinks_of_few_prompts(outpace, data_folder, monkeypatch):
 
     asked = []
 
-    def written(engine, prompts, config, numbers, end=None):
+    def written(engine, prompts, config, numbers, *more):
         asked.append(len(prompts))
         return [(i, f"what is number {number} called?") for i, number in enumerate(numbers)]
 
