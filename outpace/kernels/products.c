@@ -64,21 +64,30 @@ static void prepare_piece(const Product *p, int64_t piece) {
                             p->operands + at[kind]);
 }
 
+static int64_t pieces_in(const Product *p, const Matrix *m) {
+    const int64_t size = cut(m, p->rows, p->threads);
+    return (groups_of(m) + size - 1) / size;
+}
 static int64_t multiply_pieces(const Product *p) {
     int64_t pieces = 0;
-    for (int64_t i = 0; p->rows && i < p->parts; i++) {
-        const int64_t groups = groups_of(p->part + i), size = cut(p->part + i, p->rows, p->threads);
-        pieces += (groups + size - 1) / size;
-    }
+    for (int64_t i = 0; p->rows && i < p->parts; i++) pieces += pieces_in(p, p->part + i);
     return pieces;
 }
-static void multiply_piece(const Product *p, int64_t piece) {
-    int64_t at[OPERANDS], column = 0;
+/* Which piece stands at a place. Where all matrices have as many, the first ones of all come first: who takes
+   pieces from the front then computes a gate and its factor. */
+static int64_t piece_at(const Product *p, int64_t place) {
+    const int64_t each = pieces_in(p, p->part);
+    for (int64_t i = 1; i < p->parts; i++)
+        if (pieces_in(p, p->part + i) != each) return place;
+    return place % p->parts * each + place / p->parts;
+}
+static void multiply_piece(const Product *p, int64_t place) {
+    int64_t at[OPERANDS], column = 0, piece = piece_at(p, place);
     const Matrix *first[OPERANDS] = {0};
     spread(p->part, p->parts, p->rows, at, first);
     for (const Matrix *m = p->part;; column += m++->outputs) {
         const int64_t groups = groups_of(m), size = cut(m, p->rows, p->threads);
-        const int64_t here = (groups + size - 1) / size, from = piece * size;
+        const int64_t here = pieces_in(p, m), from = piece * size;
         if (piece < here) {
             product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,
                           (void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, from,

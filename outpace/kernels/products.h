@@ -511,7 +511,7 @@ INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count
         }
         if (left >= GROUP && y.half) EACH(v, VECS)
             store_half((bf16 *)y.to + at + v * LANES, load(one + v * LANES));
-        else if (left >= GROUP) memcpy((float *)y.to + at, one, sizeof one);
+        else if (left >= GROUP) publish((float *)y.to + at, one);
         else if (y.half) for (int i = 0; i < left; i++) ((bf16 *)y.to)[at + i] = rounded(one[i]);
         else memcpy((float *)y.to + at, one, left * sizeof *one);
     }
@@ -756,14 +756,22 @@ static void product_prepare(const Matrix *m, const void *x, int64_t stride, int 
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
             if (codes) {
-                char *parcel = (char *)operands + (b * rows + r) * size;
-                if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel);
-                else prepare_block(from, Q8_0, parcel);
+                char *to = (char *)operands + (b * rows + r) * size, parcel[CACHE_LINE];
+                if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel), publish(to, parcel);
+                else prepare_block(from, Q8_0, to);
                 continue;
             }
-            const int64_t even = count == SPAN ? SPAN : filled(count);
-            if (halves) for (int n = 0; n < even; n++) narrow[i + n] = rounded(from[n]);
-            else memcpy(wide + i, from, even * sizeof *from);
+            if (count == SPAN && halves) {
+                bf16 line[SPAN];
+                for (int n = 0; n < SPAN; n++) line[n] = rounded(from[n]);
+                publish(narrow + i, line);
+            } else if (count == SPAN) {
+                publish(wide + i, from), publish(wide + i + SPAN / 2, from + SPAN / 2);
+            } else if (halves) {
+                for (int n = 0; n < filled(count); n++) narrow[i + n] = rounded(from[n]);
+            } else {
+                memcpy(wide + i, from, filled(count) * sizeof *from);
+            }
         }
     }
 }

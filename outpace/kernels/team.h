@@ -1,6 +1,7 @@
 /* A list of tasks, one after another, over the threads that torch computes with.
 
-   A task is cut into pieces, which threads take from a counter as they come; a piece does the same
+   A task is cut into pieces, which threads take as they come: the leader from the front, others from the
+   back. So two threads mostly find in their own caches what they wrote. A piece does the same
    whoever takes it, so results do not depend on the number of threads. Who ends the last piece of
    a task does by itself all tasks of one piece that follow, and then opens the next one. Nobody
    waits for a thread that holds no piece, so one that the system does not let run costs nothing
@@ -20,6 +21,7 @@
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE
 #endif
+#include "lanes.h"
 #include <pthread.h>
 #include <stdatomic.h>
 #include <stdint.h>
@@ -36,6 +38,7 @@ typedef void (*Host)(void (*)(void *), void *, unsigned, unsigned);
 static Host host;    /* `GOMP_parallel`; without it everything runs on the calling thread */
 static int orphaned; /* a child of fork has no threads but its own */
 
+enum { FRONT = 24, TASK = 2 * FRONT, TAKEN = (1 << FRONT) - 1 }; /* bits of a ticket */
 enum {
     SPINS = 2000,            /* looks at a counter before the clock is read */
     LATE = 100 * 1000,       /* ns; a shorter wait says nothing */
@@ -45,11 +48,13 @@ enum {
     SHORTEST = 20 * 1000000, /* ns that fewer threads are used for, doubled while that goes on */
     LONGEST = 1000 * 1000000,
     CALM = 50, /* lists in a row without a wait after which the past is forgotten */
+    LISTENS = 16, HEARD = 16, /* one of so many lists is listened to, if so many openings were heard in it */
+    FAR_APART = 220, /* ns from opening to hearing: 140 in the mean through a cache in common, 380 without one */
 };
 
 /* How many threads a calling thread uses now. */
 typedef struct {
-    int64_t limit, allowed, pause, retry, calm;
+    int64_t limit, allowed, pause, retry, calm, lists;
 } Mood;
 static _Thread_local Mood mood;
 
@@ -59,9 +64,12 @@ typedef struct {
     _Atomic int64_t tasks; /* less once it is cut */
     _Atomic int64_t whole; /* ns by the clock at which missing threads are had anew; 0: none misses */
     const Mood *leader;
-    _Alignas(64) _Atomic uint64_t ticket; /* task << 32 | next piece */
+    _Alignas(64) _Atomic uint64_t ticket; /* task << TASK | pieces taken from the front << FRONT | from the back */
     _Alignas(64) _Atomic int64_t done;    /* pieces of that task */
     _Atomic int64_t leaving;              /* threads that are to leave after their piece */
+    _Atomic int64_t opened;               /* when the last task was opened, if it is listened to */
+    _Atomic int64_t heard, delay;         /* openings that were heard by who waited, and ns until then */
+    int listened;
     int64_t waited, late;                 /* by the leader: ns of long waits, threads missed */
     int64_t left;                         /* when he was through */
 } List;
@@ -80,6 +88,13 @@ static inline void relax(void) {
 #endif
 }
 
+/* Let whoever hears of a piece find what it wrote past the caches (`publish`). */
+static inline void settle(void) {
+#if defined(__x86_64__) || defined(__i386__)
+    __builtin_ia32_sfence();
+#endif
+}
+
 static void nap(void) {
     const struct timespec t = {0, NAP};
     nanosleep(&t, NULL);
@@ -89,8 +104,10 @@ static void nap(void) {
 static void open_from(List *list, int64_t at) {
     for (; at < list->tasks && list->task[at].pieces <= 1; at++)
         if (list->task[at].pieces == 1) list->task[at].work(list->context, list->task[at].self, 0);
+    settle();
     atomic_store_explicit(&list->done, 0, memory_order_relaxed);
-    atomic_store_explicit(&list->ticket, (uint64_t)at << 32, memory_order_release);
+    if (list->listened) atomic_store_explicit(&list->opened, now_ns(), memory_order_relaxed);
+    atomic_store_explicit(&list->ticket, (uint64_t)at << TASK, memory_order_release);
 }
 
 /* Wait until another task than `at` is open. */
@@ -98,7 +115,13 @@ static void await(List *list, int64_t at, int leads, int64_t longest) {
     int64_t began = 0, held = 0;
     for (int64_t spins = 0;; spins++) {
         const uint64_t ticket = atomic_load_explicit(&list->ticket, memory_order_acquire);
-        if ((int64_t)(ticket >> 32) != at) break;
+        if ((int64_t)(ticket >> TASK) != at) {
+            if (list->listened && spins > 0 && !began) {
+                atomic_fetch_add(&list->heard, 1);
+                atomic_fetch_add(&list->delay, now_ns() - atomic_load(&list->opened));
+            }
+            break;
+        }
         relax();
         if (spins < SPINS) continue;
         const int64_t now = now_ns();
@@ -129,18 +152,20 @@ static void take_part(void *given) {
     const int leads = list->leader == &mood;
     for (;;) {
         uint64_t ticket = atomic_load_explicit(&list->ticket, memory_order_acquire);
-        int64_t at = ticket >> 32, longest = 0;
+        int64_t at = ticket >> TASK, longest = 0;
         if (at == list->tasks) break;
         for (;;) {
-            ticket = atomic_fetch_add_explicit(&list->ticket, 1, memory_order_acq_rel);
-            if ((int64_t)(ticket >> 32) != at) longest = 0;
-            at = ticket >> 32;
+            ticket = atomic_fetch_add_explicit(&list->ticket, leads ? UINT64_C(1) << FRONT : 1, memory_order_acq_rel);
+            if ((int64_t)(ticket >> TASK) != at) longest = 0;
+            at = ticket >> TASK;
             if (at == list->tasks) break;
             const Task *task = list->task + at;
-            const int64_t piece = ticket & UINT32_MAX;
-            if (piece >= task->pieces) break;
+            const int64_t front = ticket >> FRONT & TAKEN, back = ticket & TAKEN;
+            if (front + back >= task->pieces) break;
+            const int64_t piece = leads ? front : task->pieces - 1 - back;
             const int64_t began = leads ? now_ns() : 0;
             task->work(list->context, task->self, piece);
+            settle();
             if (leads) {
                 const int64_t took = now_ns() - began;
                 if (took > longest) longest = took;
@@ -160,12 +185,13 @@ static void take_part(void *given) {
 }
 
 /* What was seen of a list says how many threads the next one gets: fewer where all waited longer than
-   the others would have needed for the work of those that were late. */
+   the others would have needed for the work of those that were late. What was heard says how threads share lines. */
 static void learn(List *list, int64_t used, int64_t began, int64_t ended) {
     Mood *m = &mood;
     const int64_t missed = ended - list->left; /* until the last thread came to the end */
     const int64_t fewer = list->late > 1 ? list->late : 1;
     if (missed > LATE) list->waited += missed;
+    if (list->heard >= HEARD) outpace_apart = list->delay > list->heard * FAR_APART;
     if (list->waited * used > (ended - began) * fewer) {
         m->allowed = m->allowed > fewer ? m->allowed - fewer : 1;
         m->pause = m->pause ? m->pause * 2 : SHORTEST;
@@ -184,8 +210,9 @@ static int64_t run_tasks(const Task *task, int64_t tasks, const void *context, i
     int64_t used = 1;
     for (int64_t at = 0; at < tasks;) {
         List list = {.task = task, .context = context, .tasks = tasks, .leader = m};
+        list.listened = m->lists++ % LISTENS == 0;
         open_from(&list, at);
-        if (atomic_load(&list.ticket) >> 32 == (uint64_t)tasks) break;
+        if (atomic_load(&list.ticket) >> TASK == (uint64_t)tasks) break;
         const int64_t began = now_ns();
         if (m->allowed < m->limit && began >= m->retry) m->allowed++, m->calm = 0;
         used = host == NULL || orphaned ? 1 : m->allowed;

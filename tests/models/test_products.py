@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from outpace.kernels import build
+from outpace.kernels.compiled import library
 from outpace.models.decoder import Decoder
 from outpace.models.gguf.model import GGUFCheckpoint
 from outpace.models.packed import Linear
@@ -87,10 +88,12 @@ def test_rows_do_not_feel_each_other_nor_the_threads(kind):
     x = rows(133, 768)
     x[7] *= 1e4
     whole, threads = product(x), torch.get_num_threads()
+    apart = ctypes.c_int.in_dll(library(), "outpace_apart")  # lines for other threads go past the caches
     try:
         for first, count in [(0, n) for n in range(1, 14)] + [(7, 1), (6, 3), (60, 65), (131, 2)]:
             torch.set_num_threads(1 + count % 3)
-            assert torch.equal(product(x[first : first + count]), whole[first : first + count]), count
+            for apart.value in (0, 1):
+                assert torch.equal(product(x[first : first + count]), whole[first : first + count]), count
     finally:
         torch.set_num_threads(threads)
 
