@@ -49,7 +49,7 @@ enum {
     LONGEST = 1000 * 1000000,
     CALM = 50, /* lists in a row without a wait after which the past is forgotten */
     LISTENS = 16, HEARD = 16, /* one of so many lists is listened to, if so many openings were heard in it */
-    FAR_APART = 220, /* ns from opening to hearing: 140 in the mean through a cache in common, 380 without one */
+    FAR_APART = 320, /* ns from opening to hearing: 100 to 280 through a cache in common, 360 to 460 without one */
 };
 
 /* How many threads a calling thread uses now. */
