@@ -48,8 +48,9 @@ enum {
     SHORTEST = 20 * 1000000, /* ns that fewer threads are used for, doubled while that goes on */
     LONGEST = 1000 * 1000000,
     CALM = 50, /* lists in a row without a wait after which the past is forgotten */
-    LISTENS = 16, HEARD = 16, /* one of so many lists is listened to, if so many openings were heard in it */
-    FAR_APART = 320, /* ns from opening to hearing: 100 to 280 through a cache in common, 360 to 460 without one */
+    LISTENS = 17, /* one of so many lists is listened to; a prime, for lists of several kinds take turns */
+    HEARD = 16,   /* openings that must be heard in it */
+    FAR_APART = 320, /* ns from opening to hearing: 100 to 280 with a cache in common, 360 to 460 without */
 };
 
 /* How many threads a calling thread uses now. */
@@ -64,7 +65,7 @@ typedef struct {
     _Atomic int64_t tasks; /* less once it is cut */
     _Atomic int64_t whole; /* ns by the clock at which missing threads are had anew; 0: none misses */
     const Mood *leader;
-    _Alignas(64) _Atomic uint64_t ticket; /* task << TASK | pieces taken from the front << FRONT | from the back */
+    _Alignas(64) _Atomic uint64_t ticket; /* task << TASK | pieces taken: front << FRONT | back */
     _Alignas(64) _Atomic int64_t done;    /* pieces of that task */
     _Atomic int64_t leaving;              /* threads that are to leave after their piece */
     _Atomic int64_t opened;               /* when the last task was opened, if it is listened to */
@@ -155,7 +156,8 @@ static void take_part(void *given) {
         int64_t at = ticket >> TASK, longest = 0;
         if (at == list->tasks) break;
         for (;;) {
-            ticket = atomic_fetch_add_explicit(&list->ticket, leads ? UINT64_C(1) << FRONT : 1, memory_order_acq_rel);
+            const uint64_t one = leads ? UINT64_C(1) << FRONT : 1;
+            ticket = atomic_fetch_add_explicit(&list->ticket, one, memory_order_acq_rel);
             if ((int64_t)(ticket >> TASK) != at) longest = 0;
             at = ticket >> TASK;
             if (at == list->tasks) break;
@@ -185,7 +187,7 @@ static void take_part(void *given) {
 }
 
 /* What was seen of a list says how many threads the next one gets: fewer where all waited longer than
-   the others would have needed for the work of those that were late. What was heard says how threads share lines. */
+   the others would have needed for the work of those that were late. What was heard says how lines are shared. */
 static void learn(List *list, int64_t used, int64_t began, int64_t ended) {
     Mood *m = &mood;
     const int64_t missed = ended - list->left; /* until the last thread came to the end */
