@@ -76,6 +76,7 @@ def team(tmp_path_factory):
         return used, list(done)[: sum(pieces)], list(order)[: sum(pieces)]
 
     run.threads, run.slept = code.outpace_threads, code.outpace_slept
+    run.apart = ctypes.c_int.in_dll(code, "outpace_apart")
     return run
 
 
@@ -131,6 +132,18 @@ def test_who_was_late_takes_part_in_what_is_left_of_a_long_list(team):
         return median(slept() for _ in range(11)) > 1
 
     assert in_a_thread(lambda: until(again) or True)
+
+
+def test_a_team_learns_whether_its_threads_share_a_cache(team):
+    """Two pieces of 5 us a task, so that whoever ends first hears of the next one."""
+    team.apart.value = -1
+
+    def heard():
+        team([2] * 60, 2)
+        return team.apart.value in (0, 1)
+
+    assert in_a_thread(lambda: until(heard) or True)
+    assert team.apart.value in (0, 1)
 
 
 def test_two_threads_have_teams_of_their_own(team):
