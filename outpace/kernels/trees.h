@@ -288,6 +288,7 @@ int64_t outpace_trees(const Trees *t) {
         l->parents = l->depths = 0;
         Tree *g = t->tree + i;
         g->open[0] = -1, g->opens = 1, g->count = g->planted;
+        g->ranked = g->seats = g->groups = 0;
         value_planted(g);
     }
     p->ids = t->id;

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from outpace.kernels.compiled import library
-from outpace.models.attention import Span
 from outpace.models.fused import UNIT_ROWS, tell
 from outpace.models.levels import Level, Start
 from outpace.models.operations import NONE
@@ -98,6 +97,12 @@ class Rule:
     def seats(self) -> int:
         """Most rows behind those of the first level."""
         return (self.levels - 1) * self.beam
+
+    @property
+    def addresses(self) -> tuple[int, int, int]:
+        """Of the prices of nodes and of levels, and of what logits are divided by."""
+        of = self.row_N, self.level_L, self.temper_L
+        return of[0].buffer_info()[0], of[1].buffer_info()[0], of[2].buffer_info()[0]
 
     @property
     def laws(self) -> int:
@@ -182,6 +187,78 @@ class _Trees(ctypes.Structure):
     ]
 
 
+_NO_IDS: Tensor | None = None
+_LISTS = 11
+"""Of candidates: tokens, parents, seats, places, the best, the open ones, of rows three, of groups two."""
+
+
+class _Ground:
+    """Memory that one tree grows in, for so many candidates; lists of them are no longer."""
+
+    def __init__(self, one: _Tree, most: int) -> None:
+        """Tell the tree where it is."""
+        self.most, self.number, self.own_P = most, array("q", bytes(8 * _LISTS * most)), array("d")
+        self._value = array("d", bytes(8 * most))
+        at, one.value = self.number.buffer_info()[0], self._value.buffer_info()[0]
+        lists = "token parent seat out best open seated".split()
+        for i, name in enumerate(lists):
+            setattr(one, name, at + 8 * most * i)
+        one.group = at + 8 * most * (_LISTS - 2)
+
+    def begin(self, one: _Tree, rule: Rule, lead: int, offset: int) -> None:
+        """Put the guesses into it that a tree begins with, and say by what it grows."""
+        begins = rule.begins
+        one.nodes, one.depth, one.beam, one.fan = rule.nodes, rule.levels, rule.beam, rule.fan
+        one.pays, one.least, one.lead, one.offset = rule.pays, rule.least, lead, offset
+        one.row, one.level, one.temper = rule.addresses
+        one.planted = rule.planted
+        if begins is not None:
+            count, number, own_P = rule.planted, self.number, array("d", begins.own_P)
+            number[:count] = array("q", begins.token_P)
+            number[self.most : self.most + count] = array("q", begins.parent_P)
+            one.own, one.said = own_P.buffer_info()[0], begins.said_P.buffer_info()[0]
+            one.bias, one.text, one.head = begins.weight
+            self.own_P = own_P
+        one.draws = 0
+
+    def found(self, one: _Tree, rule: Rule) -> tuple[array[int], array[int], list[array[int]], array[int]]:
+        """Tokens and parents of the nodes that stay, the rows of the tail, and pairs of groups and laws."""
+        number, most, seats, count = self.number, self.most, rule.seats, one.count
+        at = 6 * most
+        tail = [number[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
+        at = (_LISTS - 2) * most
+        return number[:count], number[most : most + count], tail, number[at : at + 2 * one.groups]
+
+
+class _Memory:
+    """What so many trees read, write and tell, in levels of so many rows."""
+
+    def __init__(self, level: Level, rows: int, trees: int, most: int) -> None:
+        self.most, self.id_D = most, _NO_IDS
+        self.tree = (_Tree * trees)()
+        self.grounds = [_Ground(one, most) for one in self.tree]
+        self.position, self.ids = (array("q", bytes(8 * rows)) for _ in range(2))
+        self._window = array("q", [one or 0 for one in level.windows])
+        self._gathered, self._spare = Piece(level.bytes // 4), Piece(level.columns)
+        self.whole = _Trees(
+            program=ctypes.addressof(level.call),
+            passes=len(level.views),
+            trees=trees,
+            counts=level.counts,
+            lent=level.lent,
+            given=level.given,
+            bytes=level.bytes // rows,
+            gathered=self._gathered.address,
+            stride=level.columns,
+            tall=max(1, UNIT_ROWS // level.heads.group),
+            window=self._window.buffer_info()[0],
+            position=self.position.buffer_info()[0],
+            id=self.ids.buffer_info()[0],
+            spare=self._spare.address,
+            tree=ctypes.addressof(self.tree),
+        )
+
+
 def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None, width: int) -> Trees:
     """Grow trees below pending tokens, whose rows the first level has.
 
@@ -191,57 +268,34 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
     """
     code, call, rules, cache = library(), level.call, asked.rule_B, start.cache
     assert code is not None and level.first is not None
-    assert id_D is None or id_D.is_contiguous()
-    spans: list[Span] = []
-    lead_B: list[int] = []
-    last = first = 0
-    for slot, row, rule, offset in zip(start.slot_B, start.row_B, rules, start.offset_B, strict=True):
-        base, lead = cache.length(slot), row - cache.length(slot)
-        lead_B.append(lead)
-        last = max(last, offset + row + rule.levels - 2)
-        room = [0] * rule.seats
-        parents, depths = [*range(-1, lead - 1), *room], [*range(lead), *room]
-        spans.append(Span(slot, first, range(row, row + rule.beam), base, parents, depths, False))
-        first += rule.beam
+    most = max([rule.most for rule in rules])
+    memory: _Memory | None = level.memory.get(len(rules))
+    if memory is None or memory.most < most:
+        memory = level.memory[len(rules)] = _Memory(level, asked.rows, len(rules), most)
+    trees, whole = memory.tree, memory.whole
     head, out = level.address[level.head] or 0, level.address[level.out] or 0
+    beam_B, seats_B = [rule.beam for rule in rules], [rule.seats for rule in rules]
     for view in level.views:
-        view.look(cache, spans, head, out, levels=asked.levels)
-    position = array("q", bytes(8 * asked.rows))
-    tell(call, level.heads, cache, level.views, level.turns, position, last)
-    memory = [_memory(rule) for rule in rules]
-    trees = (_Tree * len(rules))(*map(_tree, rules, lead_B, start.offset_B, memory))
-    own_B = [_plant(*one) for one in zip(trees, rules, memory, strict=True)]
-    laws = [_Laws(one, rule, width) for one, rule in zip(trees, rules, strict=True)]
-    spare = Piece(width if any(rule.laws for rule in rules) else 0)
-    ids, window = array("q", position), array("q", [one or 0 for one in level.windows])
-    each = level.bytes // asked.rows
-    gathered = Piece(level.bytes // 4)
-    whole = _Trees(
-        program=ctypes.addressof(call),
-        first=ctypes.addressof(level.first),
-        passes=len(level.views),
-        trees=len(rules),
-        counts=level.counts,
-        lent=level.lent,
-        given=level.given,
-        bytes=each,
-        gathered=gathered.address,
-        gave=None if level.lent == NONE else level.address[level.lent],
-        logits=level.logits,
-        width=width,
-        stride=level.columns,
-        tall=max(1, UNIT_ROWS // level.heads.group),
-        window=window.buffer_info()[0],
-        look=level.views[0].looks.buffer_info()[0],
-        position=position.buffer_info()[0],
-        id=ids.buffer_info()[0],
-        column=None if id_D is None else id_D.data_ptr(),
-        spare=spare.address,
-        tree=ctypes.addressof(trees),
-    )
+        view.branch(cache, start.slot_B, start.row_B, head, out, beam_B, seats_B)
+    last, laws = 0, []
+    for i, rule in enumerate(rules):
+        row, offset = start.row_B[i], start.offset_B[i]
+        memory.grounds[i].begin(trees[i], rule, row - cache.length(start.slot_B[i]), offset)
+        laws.append(None if rule.draws is None else _Laws(trees[i], rule, width))
+        last = max(last, offset + row + rule.levels - 2)
+    tell(call, level.heads, cache, level.views, level.turns, memory.position, last)
+    whole.width, whole.first, whole.logits = width, ctypes.addressof(level.first), level.logits
+    whole.gave = None if level.lent == NONE else level.address[level.lent]
+    whole.look = level.views[0].looks.buffer_info()[0]
+    if memory.id_D is not id_D:
+        assert id_D is None or id_D.is_contiguous()
+        memory.id_D, whole.column = id_D, None if id_D is None else id_D.data_ptr()
     levels = code.outpace_trees(ctypes.byref(whole))
-    del own_B  # what trees read and wrote
-    found = [_found(*one) for one in zip(trees, rules, memory, laws, strict=True)]
+    found = []
+    for ground, one, rule, own in zip(memory.grounds, trees, rules, laws, strict=True):
+        tokens, parents, tail, pairs = ground.found(one, rule)
+        drawn = [] if own is None else [own.law(row) for row in pairs[1::2]]
+        found.append((tokens, parents, tail, pairs[::2], drawn))
     return Trees(levels, *zip(*found, strict=True))
 
 
@@ -251,12 +305,11 @@ class _Laws:
     def __init__(self, one: _Tree, rule: Rule, width: int) -> None:
         """Tell the tree where they are written."""
         draws, count = rule.draws, rule.laws
-        self._id_GD: Tensor | None = None
-        if draws is None:
-            return
-        self._prob_GD = torch.empty(count, width)
-        one.law, one.draws, one.key = self._prob_GD.data_ptr(), 1 + draws.races, draws.key
-        one.temperature, one.sibling, one.position = draws.temperature, draws.sibling, draws.position
+        assert draws is not None
+        self._prob_GD, self._id_GD = torch.empty(count, width), _NO_IDS
+        one.draws, one.key, one.position = 1 + draws.races, draws.key, draws.position
+        one.law, one.temperature, one.sibling = self._prob_GD.data_ptr(), draws.temperature, draws.sibling
+        one.truncated = 0
         if draws.truncates(width):
             self._id_GD, self._widths = torch.empty(count, width, dtype=torch.int64), array("q", [0] * count)
             one.support, one.width, one.truncated = self._id_GD.data_ptr(), self._widths.buffer_info()[0], 1
@@ -268,60 +321,3 @@ class _Laws:
             return self._prob_GD[row], None
         width = self._widths[row]
         return self._prob_GD[row, :width].clone(), self._id_GD[row, :width].clone()
-
-
-def _memory(rule: Rule) -> tuple[array[int], array[float]]:
-    """Room for candidates: tokens, parents, seats, places, then lists of nodes, and groups; and values."""
-    lists = rule.nodes + rule.beam + 3 * rule.seats + 2 * rule.laws
-    return array("q", bytes(8 * (4 * rule.most + lists))), array("d", bytes(8 * rule.most))
-
-
-def _plant(one: _Tree, rule: Rule, memory: tuple[array[int], array[float]]) -> array[float] | None:
-    """Put guesses into a tree; gives their chances, which must outlive the call."""
-    begins = rule.begins
-    if begins is None:
-        return None
-    count, numbers, own_P = len(begins.token_P), memory[0], array("d", begins.own_P)
-    numbers[:count] = array("q", begins.token_P)
-    numbers[rule.most : rule.most + count] = array("q", begins.parent_P)
-    one.planted, one.own, one.said = count, own_P.buffer_info()[0], begins.said_P.buffer_info()[0]
-    one.bias, one.text, one.head = begins.weight
-    return own_P
-
-
-def _found(
-    one: _Tree, rule: Rule, memory: tuple[array[int], array[float]], laws: _Laws
-) -> tuple[array[int], array[int], list[array[int]], array[int], list[tuple[Tensor, Tensor | None]]]:
-    """Tokens and parents of the nodes that stay, the rows of the tail, and what was drawn from."""
-    numbers, most, seats = memory[0], rule.most, rule.seats
-    at = 4 * most + rule.nodes + rule.beam
-    tail = [numbers[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
-    pairs = numbers[at + 3 * seats : at + 3 * seats + 2 * one.groups]
-    drawn = [laws.law(row) for row in pairs[1::2]]
-    return numbers[: one.count], numbers[most : most + one.count], tail, pairs[::2], drawn
-
-
-def _tree(rule: Rule, lead: int, offset: int, memory: tuple[array[int], array[float]]) -> _Tree:
-    at, most = memory[0].buffer_info()[0], 8 * rule.most
-    return _Tree(
-        nodes=rule.nodes,
-        depth=rule.levels,
-        beam=rule.beam,
-        fan=rule.fan,
-        pays=rule.pays,
-        least=rule.least,
-        row=rule.row_N.buffer_info()[0],
-        level=rule.level_L.buffer_info()[0],
-        temper=rule.temper_L.buffer_info()[0],
-        lead=lead,
-        offset=offset,
-        value=memory[1].buffer_info()[0],
-        token=at,
-        parent=at + most,
-        seat=at + 2 * most,
-        out=at + 3 * most,
-        best=at + 4 * most,
-        open=at + 4 * most + 8 * rule.nodes,
-        seated=at + 4 * most + 8 * (rule.nodes + rule.beam),
-        group=at + 4 * most + 8 * (rule.nodes + rule.beam + 3 * rule.seats),
-    )

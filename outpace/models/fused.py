@@ -22,6 +22,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from operator import lt
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,7 +179,7 @@ class View:
         """What was looked at for levels."""
         self._reach: list[int] = []
         """How far each of their rows may go before that is done again."""
-        self._held: list[object] = []
+        self._held: list[Any] = []
 
     def look(
         self,
@@ -257,6 +258,42 @@ class View:
         for i, slot in enumerate(slot_B):
             self.looks[_LOOK * i], self.looks[_LOOK * i + 3] = slot, row_B[i]
             self.looks[_LOOK * i + 12], self.looks[_LOOK * i + 13] = cache.twin(slot)
+
+    def branch(
+        self,
+        cache: DenseCache,
+        slot_B: Sequence[int],
+        row_B: Sequence[int],
+        head: int,
+        out: int,
+        beam_B: Sequence[int],
+        seats_B: Sequence[int],
+    ) -> None:
+        """Look at rows of trees below tails that are chains; nearly nothing while texts grow.
+
+        Args:
+            row_B: behind the tail of each slot.
+            beam_B: most rows of a slot in a level.
+            seats_B: most rows of a slot in all levels.
+        """
+        base_B = [cache.length(slot) for slot in slot_B]
+        lead_B = [row - base for row, base in zip(row_B, base_B, strict=True)]
+        known = cache.layout, head, out, beam_B, seats_B
+        if self._levels != known or max(lead_B) > _AHEAD or any(map(lt, self._reach, row_B)):
+            longest, spans, first = max(_AHEAD, *lead_B), list[Span](), 0
+            for slot, row, beam, seats in zip(slot_B, row_B, beam_B, seats_B, strict=True):
+                tail, stored = range(longest + seats), range(row + _AHEAD, row + _AHEAD + beam)
+                parents = [node - 1 for node in tail]
+                spans.append(Span(slot, first, stored, row + _AHEAD, parents, tail, False))
+                first += beam
+            self.look(cache, spans, head, out, levels=1)
+            self._levels, self._reach = known, [row + _AHEAD for row in row_B]
+        for i, (slot, lead) in enumerate(zip(slot_B, lead_B, strict=True)):
+            at, (parents, depths) = _LOOK * i, self._held[i]
+            parents[:lead], depths[:lead] = array("q", range(-1, lead - 1)), array("q", range(lead))
+            self.looks[at], self.looks[at + 3], self.looks[at + 4] = slot, row_B[i], base_B[i]
+            self.looks[at + 12], self.looks[at + 13] = cache.twin(slot)
+            self.looks[at + 14], self.looks[at + 15] = _address(parents), _address(depths)
 
     def _fit(self, *need: int) -> None:
         """Have room for so many rows, chunks, units and numbers of paths, and not for far more."""

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -139,8 +139,8 @@ class Level:
     """Rotary tables, likewise."""
     first: Call | None = None
     """Of the first level, which gives what the second one finds; None: the same."""
-    memory: dict[tuple[int, int], _Memory] = field(default_factory=dict)
-    """By rows and levels."""
+    memory: dict[Hashable, Any] = field(default_factory=dict)
+    """What those who run it keep for the next time."""
     held: object = ()
     """What the call reads."""
 
@@ -195,7 +195,7 @@ def run_levels(level: Level, start: Start, picks: Picks, id_D: Tensor | None, wi
     """
     code, call, rows, levels = library(), level.call, len(start.slot_B), picks.levels
     assert code is not None
-    memory = level.memory.get((rows, levels))
+    memory: _Memory | None = level.memory.get((rows, levels))
     if memory is None:
         memory = level.memory[rows, levels] = _Memory(level, rows, levels)
     whole, position = memory.whole, memory.position
