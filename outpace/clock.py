@@ -38,11 +38,11 @@ class Clocks(PassClock):
 
     @property
     def seconds(self) -> float:  # type: ignore[override]
-        return sum(clock.seconds for clock in self._clocks)
+        return sum([clock.seconds for clock in self._clocks])
 
     @property
     def count(self) -> int:  # type: ignore[override]
-        return sum(clock.count for clock in self._clocks)
+        return sum([clock.count for clock in self._clocks])
 
 
 class StepClock:

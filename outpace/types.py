@@ -152,11 +152,10 @@ class Draft(Rooted):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
         if self.groups and (self.parent_N, self.groups) == chain(len(self), self.groups[0].drawn):
             return
-        for node, parent in enumerate(self.parent_N):
-            if not ROOT <= parent < node:
-                raise ValueError(f"parents must come before children, got {self.parent_N}")
         if len(set(zip(self.parent_N, self.token_N, strict=True))) != len(self.token_N):
             raise ValueError(f"siblings repeat a token: {self.token_N} under {self.parent_N}")
+        if self.groups is chosen_groups(self.parent_N):
+            return
         seen: set[int] = set()
         for group in self.groups:
             if (group.law is None) != (group.drawn is Drawn.CHOSEN):
@@ -180,10 +179,8 @@ class Draft(Rooted):
         """
         parent_N, groups = chain(len(tokens), Drawn.CHOSEN)
         if parents is not None and tuple(parents) != parent_N:
-            parent_N, children = tuple(parents), dict[int, list[int]]()
-            for node, parent in enumerate(parents):
-                children.setdefault(parent, []).append(node)
-            groups = tuple(Group(p, Drawn.CHOSEN, tuple(c)) for p, c in children.items())
+            parent_N = tuple(parents)
+            groups = chosen_groups(parent_N)
         return cls(tuple(tokens), parent_N, groups, memo=memo)
 
     @property
@@ -221,6 +218,21 @@ def chain(count: int, drawn: Drawn) -> tuple[tuple[int, ...], tuple[Group, ...]]
     """Parents and groups of a chain of so many guesses: the same objects every time."""
     laws = [None] * count if drawn is Drawn.CHOSEN else range(count)
     return tuple(range(-1, count - 1)), tuple(Group(i - 1, drawn, (i,), law) for i, law in enumerate(laws))
+
+
+@lru_cache(1024)
+def chosen_groups(parent_N: tuple[int, ...]) -> tuple[Group, ...]:
+    """CHOSEN groups of a tree, one per parent, children in node order: the same object every time.
+
+    Raises:
+        ValueError: a parent that does not come before its children.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parent_N):
+        if not ROOT <= parent < node:
+            raise ValueError(f"parents must come before children, got {parent_N}")
+        children.setdefault(parent, []).append(node)
+    return tuple(Group(parent, Drawn.CHOSEN, tuple(nodes)) for parent, nodes in children.items())
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class DenseCache(KVCache):
         """[L, S, K, D, C]. Rows never written are zero, hence finite."""
         self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
         """[L, S, K, C, D]."""
+        self._shape, self._on_cpu = (heads, width), self.key_store.is_cpu
         self._layout: Layout | None = None
         self._views: dict[tuple[bool, int, int, int, int], list[Tensor]] = {}
 
@@ -177,7 +178,13 @@ class DenseCache(KVCache):
         self.value_store[:, slot, :, start : start + values.shape[-2]] = values
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
-        for store in () if move(self.key_store, self.value_store, slot, rows, start) else self.by_row:
+        at, (heads, width) = self.layout, self._shape
+        size, numbers = 2 if at.half else 4, slot * at.key_stride
+        places = at.keys + numbers * size, at.values + numbers * size
+        shape = self.layers, heads, width, at.capacity, size, at.key_layer
+        if self._on_cpu and move((*places, *shape), rows, start):
+            return
+        for store in self.by_row:
             own = store[:, slot]
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 

@@ -13,7 +13,7 @@ import ctypes
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -59,8 +59,7 @@ class Draws:
     """A race has another sibling if the chance that all before it are refused is above."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Rule:
+class Rule(NamedTuple):
     """By what one tree grows."""
 
     nodes: int
@@ -110,25 +109,16 @@ class Rule:
         return 0 if self.draws is None else max(1, min(1 + self.seats, self.nodes - self.planted))
 
 
-@dataclass(frozen=True)
 class Branching:
     """What is asked for: a tree per sequence."""
 
-    rule_B: Sequence[Rule]
-
-    @cached_property
-    def levels(self) -> int:
-        return max(rule.levels for rule in self.rule_B)
-
-    @cached_property
-    def seats(self) -> int:
+    def __init__(self, rule_B: Sequence[Rule]) -> None:
+        self.rule_B = rule_B
+        self.levels = max([rule.levels for rule in rule_B])
+        self.seats = max([rule.seats for rule in rule_B])
         """Most rows of a slot behind those of the first level."""
-        return max(rule.seats for rule in self.rule_B)
-
-    @cached_property
-    def rows(self) -> int:
+        self.rows = max(len(rule_B), sum([rule.beam for rule in rule_B]))
         """Most rows of a level."""
-        return max(len(self.rule_B), sum(rule.beam for rule in self.rule_B))
 
     def run(self, level: Level, start: Start, id_D: Tensor | None, width: int) -> Trees:
         return run_trees(level, start, self, id_D, width)
@@ -142,12 +132,12 @@ class Trees:
     """Passes that it took; 0 where some node has no distribution to draw from, and nothing else holds."""
     token_BN: Sequence[array[int]]
     parent_BN: Sequence[array[int]]
-    tail_B3R: Sequence[Sequence[Sequence[int]]]
-    """Of the rows behind those of the first level: nodes, or -1 where they do not stay; tokens; and the rows
-    of the tail that they hang from."""
-    group_BG: Sequence[Sequence[int]]
-    """Nodes below which something was drawn, in the order in which that was done."""
-    law_BG: Sequence[Sequence[tuple[Tensor, Tensor | None]]]
+    tail_B3R: Sequence[Sequence[Sequence[int]]] = ()
+    """Of the rows behind those of the first level, where they may be kept: nodes, or -1 where they do not
+    stay; tokens; and the rows of the tail that they hang from."""
+    group_BG: Sequence[Sequence[int]] = ()
+    """Nodes below which something was drawn, in the order in which that was done; none if all are chosen."""
+    law_BG: Sequence[Sequence[tuple[Tensor, Tensor | None]]] = ()
     """The distribution below each, and its tokens; None: those of the columns."""
 
 
@@ -221,13 +211,19 @@ class _Ground:
             self.own_P = own_P
         one.draws = 0
 
-    def found(self, one: _Tree, rule: Rule) -> tuple[array[int], array[int], list[array[int]], array[int]]:
-        """Tokens and parents of the nodes that stay, the rows of the tail, and pairs of groups and laws."""
-        number, most, seats, count = self.number, self.most, rule.seats, one.count
-        at = 6 * most
-        tail = [number[first : first + one.seats] for first in (at, at + seats, at + 2 * seats)]
-        at = (_LISTS - 2) * most
-        return number[:count], number[most : most + count], tail, number[at : at + 2 * one.groups]
+    def found(self, one: _Tree) -> tuple[array[int], array[int]]:
+        """Tokens and parents of the nodes that stay."""
+        return self.number[: one.count], self.number[self.most : self.most + one.count]
+
+    def tail(self, one: _Tree, rule: Rule) -> Sequence[Sequence[int]]:
+        """See ``Trees``."""
+        starts = [6 * self.most + part * rule.seats for part in range(3)]
+        return [self.number[start : start + one.seats] for start in starts]
+
+    def groups(self, one: _Tree) -> array[int]:
+        """Nodes below which something was drawn, each with the row of its distribution."""
+        at = (_LISTS - 2) * self.most
+        return self.number[at : at + 2 * one.groups]
 
 
 class _Memory:
@@ -291,12 +287,19 @@ def run_trees(level: Level, start: Start, asked: Branching, id_D: Tensor | None,
         assert id_D is None or id_D.is_contiguous()
         memory.id_D, whole.column = id_D, None if id_D is None else id_D.data_ptr()
     levels = code.outpace_trees(ctypes.byref(whole))
-    found = []
-    for ground, one, rule, own in zip(memory.grounds, trees, rules, laws, strict=True):
-        tokens, parents, tail, pairs = ground.found(one, rule)
-        drawn = [] if own is None else [own.law(row) for row in pairs[1::2]]
-        found.append((tokens, parents, tail, pairs[::2], drawn))
-    return Trees(levels, *zip(*found, strict=True))
+    grown = [*zip(memory.grounds, trees, strict=True)]
+    tokens, parents = zip(*[ground.found(one) for ground, one in grown], strict=True)
+    tails: list[Sequence[Sequence[int]]] = []
+    if level.lent == NONE:  # rows that are made from outputs are not kept
+        tails = [ground.tail(one, rule) for (ground, one), rule in zip(grown, rules, strict=True)]
+    if not any(laws):
+        return Trees(levels, tokens, parents, tails)
+    group_BG = [ground.groups(one) for ground, one in grown]
+    law_BG = [
+        [] if own is None else [own.law(row) for row in pairs[1::2]]
+        for own, pairs in zip(laws, group_BG, strict=True)
+    ]
+    return Trees(levels, tokens, parents, tails, [pairs[::2] for pairs in group_BG], law_BG)
 
 
 class _Laws:

@@ -89,5 +89,5 @@ class Buffers:
 
     def lend(self, buffer: int, memory: Tensor) -> None:
         """Use this as a buffer, from now on."""
-        self.lent[buffer] = memory
-        self.address[buffer] = memory.data_ptr()
+        if self.lent.get(buffer) is not memory:
+            self.lent[buffer], self.address[buffer] = memory, memory.data_ptr()

@@ -141,7 +141,7 @@ class Level:
     """Of the first level, which gives what the second one finds; None: the same."""
     memory: dict[Hashable, Any] = field(default_factory=dict)
     """What those who run it keep for the next time."""
-    held: object = ()
+    held: Any = ()
     """What the call reads."""
 
 

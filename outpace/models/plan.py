@@ -342,7 +342,7 @@ class Plan:
             What was found, and what was given first, level by level: valid until the next call.
         """
         rows, given, begins, brought = asked.rows, self._given[0], None, Strip.of(given_TF)
-        ready, picked, count = self._taken((rows, rows)), array("q", range(rows)), asked.levels * rows
+        ready, count = self._taken((rows, rows)), asked.levels * rows
         self._check(start.id_B)
         if ready.out.size < count * given.width:
             ready.out = Piece(count * given.width)
@@ -357,7 +357,7 @@ class Plan:
         assert ready.view is not None
         level.views[0], level.logits = ready.view, ready.logits
         level.first = None if begins is None else begins.call
-        level.call.picked, level.call.threads = picked.buffer_info()[0], torch.get_num_threads()
+        level.call.picked, level.call.threads = level.held.buffer_info()[0], torch.get_num_threads()
         found = asked.run(level, start, id_D, level.columns)
         self._keep(ready)
         if first is not None and begins is not None:
@@ -384,6 +384,7 @@ class Plan:
             views=[view],
             windows=[self._window],
             turns=[self._rotation],
+            held=array("q", range(rows)),
         )
 
     def _lend(self, ready: _Ready, places: Sequence[int]) -> None:

@@ -159,6 +159,9 @@ class EagleNet:
         elif id_D is not None and self._vectors is None:
             self._embed = _AtHand(target, id_D)
         self._plans = {features: self._plan(features) for features in (True, False)}
+        ready = all(plan.ready for plan in self._plans.values())
+        self.descends = ready and self._vectors is not None and self._own_head is not None
+        """Whether levels run in one call; see ``FeatureNet``."""
 
     def _plan(self, features: bool) -> Plan:
         """A pass as a list of operations, on features of the target or on outputs of earlier rows."""
@@ -240,12 +243,6 @@ class EagleNet:
             return out_RH, logits[0]
         with torch.no_grad():
             return out_RH, self._head(out_RH).float()
-
-    @property
-    def descends(self) -> bool:
-        """Whether levels run in one call; see ``FeatureNet``."""
-        ready = all(plan.ready for plan in self._plans.values())
-        return ready and self._vectors is not None and self._own_head is not None
 
     def descend(
         self,
