@@ -53,7 +53,7 @@ int64_t outpace_levels(Levels *l) {
     for (int64_t level = 0, at = 0; level < l->levels; level++) {
         const int apart = level == 0 && l->first;
         for (int64_t i = 0; i < l->passes && !apart; i++)
-            outpace_see((Pass *)p->pass[i], l->look, l->rows, l->look, l->rows, l->window[i], 1);
+            outpace_see((Pass *)p->pass[i], l->look, l->rows, NULL, -1, l->window[i], 1);
         outpace_run(apart ? l->first : p);
         p->ids = l->found + at;
         for (int64_t row = 0; row < l->rows; row++, at++)

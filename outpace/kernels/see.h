@@ -36,9 +36,9 @@ static int64_t look_at(Pass *p, const Look *l, int64_t window, int64_t path) {
     return path;
 }
 
-/* Cut rows into chunks of at most `tall`, and what they see into blocks. */
-static void cut_rows(Pass *p, const Look *l, int64_t tall) {
-    for (int64_t row = l->row, end = l->row + l->rows; row < end; row += tall) {
+/* Cut rows of a slot into chunks of at most `tall`, and what they see into blocks. */
+static void cut_rows(Pass *p, const Look *l, int64_t row, int64_t end, int64_t tall) {
+    for (; row < end; row += tall) {
         const int64_t rows = row + tall < end ? tall : end - row;
         int64_t low = INT64_MAX, stop = 0, *unit = (int64_t *)p->unit + 2 * p->units;
         for (int64_t i = row; i < row + rows; i++) {
@@ -57,15 +57,23 @@ static void cut_rows(Pass *p, const Look *l, int64_t tall) {
     }
 }
 
-/* Fill in what the rows of a pass see through a window (0: none), and what of it those that attend
-   do. There is room for all of it but the parts, of which it says how many there are. */
-void outpace_see(Pass *p, const Look *look, int64_t looks, const Look *attending, int64_t attendings,
+/* Fill in what the rows of a pass see through a window (0: none). Of the rows wanted, ascending, neighbours
+   in a slot attend together; a count of -1 means all rows. There is room for all of it but the parts, which
+   are counted. */
+void outpace_see(Pass *p, const Look *look, int64_t looks, const int64_t *wanted, int64_t count,
                  int64_t window, int64_t tall) {
-    int64_t path = 0;
+    int64_t path = 0, at = 0;
     p->news = p->chunks = p->units = p->parts = 0;
-    for (int64_t i = 0; i < looks; i++) {
-        path = look_at(p, look + i, window, path);
-        p->news += look[i].rows;
+    for (const Look *l = look; l < look + looks; l++) {
+        const int64_t end = l->row + l->rows;
+        path = look_at(p, l, window, path);
+        p->news += l->rows;
+        if (count < 0) cut_rows(p, l, l->row, end, tall);
+        while (at < count && wanted[at] < end) {
+            const int64_t first = wanted[at++];
+            int64_t next = first + 1;
+            for (; at < count && wanted[at] == next && next < end; at++) next++;
+            cut_rows(p, l, first, next, tall);
+        }
     }
-    for (int64_t i = 0; i < attendings; i++) cut_rows(p, attending + i, tall);
 }

@@ -297,7 +297,7 @@ int64_t outpace_trees(const Trees *t) {
             if (t->lent >= 0) buffer[t->lent] = t->gathered, buffer[t->given] = t->gave + outs * t->bytes;
             for (int64_t i = 0; i < t->counts; i++) counts[i] = rows;
             for (int64_t i = 0; i < t->passes; i++)
-                outpace_see((Pass *)p->pass[i], t->look, t->trees, t->look, t->trees, t->window[i], t->tall);
+                outpace_see((Pass *)p->pass[i], t->look, t->trees, NULL, -1, t->window[i], t->tall);
         }
         outpace_run(level ? p : t->first);
         outs += rows, rows = 0;

@@ -187,7 +187,7 @@ class View:
         spans: Sequence[Span],
         head: int,
         out: int,
-        attending: Sequence[Span] | None = None,
+        wanted: array[int] | None = None,
         levels: int = 0,
     ) -> None:
         """Look at the rows of a pass.
@@ -197,7 +197,7 @@ class View:
             spans: rows of the pass, in order, without gaps.
             head: address of float32 [T, X, D], queries, keys and values of a layer.
             out: address of what attention gives.
-            attending: spans of the rows that attend; keys and values of the others are stored
+            wanted: rows of the pass that attend, ascending; keys and values of the others are stored
                 only. None: all.
             levels: that the rows, one per span, go down: there is room for all of them, and whoever runs
                 them looks.
@@ -205,39 +205,38 @@ class View:
         shape, told, layout = self._shape, self.told, cache.layout
         self._held, self._levels = [], ()
         tall = 1 if levels else max(1, UNIT_ROWS // shape.group)
-        attending = spans if attending is None else attending
-        self.looks = attends = self._looks(spans, cache)
-        if attending is not spans:
-            attends = self._looks(attending, cache)
-        rows = paths = chunks = units = 0
+        self.looks = self._looks(spans, cache)
+        rows = paths = chunks = units = widest = 0
         viewed = bool(self._choice)
         for span in spans:
-            rows += len(span.stored)
+            stored = span.stored
+            count, stop, listed = len(stored), stored.stop + levels, 0
+            rows += count
             if not span.chain:
-                paths += len(span.stored) * len(span.parents)
-        for span in attending:
-            cut, stop = -(-len(span.stored) // tall), span.stored.stop + levels
-            if not span.chain:
+                paths += count * len(span.parents)
                 stop = span.base + len(span.depths)
-            listed = 0
             if span.view is not None:
                 listed, viewed = span.view.row_LKN.shape[2], True
+            cut, blocks = -(-count // tall), stop // BLOCK + listed // BLOCK + 2
             chunks += cut
-            units += cut * (stop // BLOCK + listed // BLOCK + 2)
+            units += cut * blocks
+            widest = max(widest, blocks)
+        if wanted is not None:
+            chunks, units = len(wanted), len(wanted) * widest
         self._fit(rows, chunks, units, paths)
         if layout is not self._layout:
             told.capacity, told.half, self._layout = layout.capacity, layout.half, layout
             told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
         told.head, told.out = head, out
         if viewed:
-            self._choices(cache, attending)
+            self._choices(cache, spans)
         parts = units * shape.queries
         if not levels:
             code = library()
             assert code is not None
-            all_rows = _address(self.looks), len(self.looks) // _LOOK
-            some_rows = _address(attends), len(attends) // _LOOK
-            code.outpace_see(ctypes.addressof(told), *all_rows, *some_rows, self._window or 0, tall)
+            some = (0, -1) if wanted is None else wanted.buffer_info()
+            looks = _address(self.looks), len(spans)
+            code.outpace_see(ctypes.addressof(told), *looks, *some, self._window or 0, tall)
             parts = told.parts
         if not parts <= self._parts <= parts + _KEPT // shape.width:
             self._parts = parts + parts // 4
@@ -310,10 +309,10 @@ class View:
         told.place, told.sight, told.chunk, told.unit = place, sight, chunk, unit
         told.path = unit + 16 * units
 
-    def _choices(self, cache: DenseCache, attending: Sequence[Span]) -> None:
+    def _choices(self, cache: DenseCache, spans: Sequence[Span]) -> None:
         """Have spans choose which rows they see, where a view asks for that."""
         chosen = self._choice = array("q")
-        for span in attending if self._window is None else ():
+        for span in spans if self._window is None else ():
             if span.view is not None and span.view.choice is not None:
                 self._choose(span, span.view.choice, _copies(span.view, cache)[1])
         self.told.choices = len(chosen) // _CHOICE

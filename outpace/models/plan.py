@@ -317,7 +317,7 @@ class Plan:
             heads, rotation = self._heads, self._rotation
             assert self._attended is not None and view is not None and heads and rotation
             head, out = (ready.address[rows.buffer] or 0 for rows in self._attended)
-            view.look(seen.cache, seen.spans, head, out, seen.attending)
+            view.look(seen.cache, seen.spans, head, out, seen.wanted)
             tell(call, heads, seen.cache, [view], [rotation], seen.positions, max(seen.positions))
         ready.held = floats, told, chosen, seen
         return ready

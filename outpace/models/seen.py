@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,8 +21,8 @@ class Seen:
     """All rows of the pass, in order: their keys and values are stored."""
     positions: array[int]
     """Of all rows."""
-    attending: Sequence[Span]
-    """Those whose results are wanted."""
+    wanted: array[int] | None
+    """Rows whose results are wanted, ascending; None: all."""
 
     @classmethod
     def of(cls, rows: PassRows, cache: DenseCache, offsets: Sequence[int]) -> Seen:
@@ -33,14 +32,12 @@ class Seen:
             cache: the one that they were made with.
             offsets: per feed, the position of the first row of its slot.
         """
-        spans, wanted, positions = rows.spans, rows.wanted, array("q")
-        for span, offset in zip(spans, offsets, strict=True):
-            positions.extend([offset + position for position in span.positions])
-        attending: Sequence[Span] = spans
-        if len(wanted) < len(positions):
-            attending = []
-            for row in wanted:
-                span = spans[bisect_right(spans, row, key=lambda span: span.start) - 1]
-                at, form = row - span.start, (span.base, span.parents, span.depths, span.chain, span.view)
-                attending.append(Span(span.slot, row, span.stored[at : at + 1], *form))
-        return cls(cache=cache, spans=spans, positions=positions, attending=attending)
+        positions = array("q")
+        for span, offset in zip(rows.spans, offsets, strict=True):
+            stored = span.stored
+            if span.chain:
+                positions.extend(range(offset + stored.start, offset + stored.stop))
+            else:
+                positions.extend([offset + position for position in span.positions])
+        wanted = array("q", rows.wanted) if len(rows.wanted) < len(positions) else None
+        return cls(cache=cache, spans=rows.spans, positions=positions, wanted=wanted)

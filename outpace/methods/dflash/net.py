@@ -250,7 +250,8 @@ class BlockNet:
             upto = range(size) if causal else [size - 1] * size
             blocks.append(Span(part.slot, start, stored, part.end, (), upto, causal))
             start += size
-        seen = Seen(cache=cache, spans=spans + blocks, positions=array("q", positions), attending=blocks)
+        wanted = array("q", range(len(context_TH), start))
+        seen = Seen(cache=cache, spans=spans + blocks, positions=array("q", positions), wanted=wanted)
         counts = start, len(x_YH), len(context_TH)
         return self._plan.run(counts, (torch.cat([context_TH, x_YH]),), seen=seen)[0]
 

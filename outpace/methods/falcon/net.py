@@ -148,12 +148,12 @@ class FalconNet:
         positions = array("q")
         for span, offset in zip(rows.spans, offsets, strict=True):
             positions.extend([offset + position for position in span.positions])
-        attending = [spans[row] for row in rows.wanted]
         if self._plan.ready:
-            seen = Seen(cache=cache, spans=spans, positions=positions, attending=attending)
+            wanted = array("q", rows.wanted)
+            seen = Seen(cache=cache, spans=spans, positions=positions, wanted=wanted)
             return self._plan.run((len(rows.ids), len(rows.wanted)), (x_TH,), rows.wanted, seen)[0]
         with torch.no_grad():
-            return self._by_torch(rows, cache, positions, x_TH, attending)
+            return self._by_torch(rows, cache, positions, x_TH, [spans[row] for row in rows.wanted])
 
     def _by_torch(
         self,
