@@ -49,7 +49,7 @@ def _rule(tree: Dynamic) -> Rule:
         least=tree.least,
         row_N=row_N,
         level_L=level_L,
-        temper_L=array("d", [tree.temper(depth) for depth in range(levels)]),
+        temper_L=_tempers(tree.temper_D, levels),
         begins=begins,
         draws=None if tree.chosen else _draws(tree),
     )
@@ -73,6 +73,12 @@ def _draws(tree: Dynamic) -> Draws:
 @lru_cache
 def _prices(price: Price, nodes: int, levels: int) -> tuple[array[float], array[float]]:
     return array("d", map(price.row, range(nodes))), array("d", map(price.level, range(levels)))
+
+
+@lru_cache
+def _tempers(temper_D: Sequence[float], levels: int) -> array[float]:
+    told = array("d", temper_D or (1.0,))
+    return told[:levels] + told[-1:] * (levels - len(told))
 
 
 def drafts_of(found: Trees, trees: Sequence[Growing], id_D: Tensor | None) -> list[Draft] | None:

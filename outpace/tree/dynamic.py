@@ -67,7 +67,7 @@ class Dynamic:
     """Guesses that it has before it grows: ``outpace.models.branching.Beginning``."""
 
     def __init__(self, row: Any, scale: Scale) -> None:
-        self.row, self._scale = row, scale
+        self.row, self.temper_D = row, scale.temper_D if row.warp.greedy else ()
         self.tokens: list[int] = []
         self.parents: list[int] = []
         self.q: list[float] = []
@@ -110,8 +110,7 @@ class Dynamic:
 
     def temper(self, depth: int) -> float:
         """What the logits of a level are divided by before guesses are chosen."""
-        temper_D = self._scale.temper_D
-        return temper_D[min(depth, len(temper_D) - 1)] if temper_D and self.row.warp.greedy else 1.0
+        return self.temper_D[min(depth, len(self.temper_D) - 1)] if self.temper_D else 1.0
 
     def _beside(self, opened: Sequence[int]) -> list[int]:
         """Nodes below those just expanded that were there before."""
