@@ -128,9 +128,10 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
     clock.lap("judge")
     outcomes = _commit(machine, parts, scored, verdicts)
     _observe(machine, parts, outcomes)
-    _learn(machine, parts, outcomes)
+    evidence = {i: _evidence(one) for i, one in outcomes.items()}
+    _learn(machine, parts, evidence)
     clock.lap("commit")
-    _report(machine, parts, outcomes, clock)
+    _report(machine, parts, outcomes, evidence, clock)
     return list(outcomes.values())
 
 
@@ -230,11 +231,11 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
         machine.drafters[name].observe(states, [outcomes[i] for i in indices])
 
 
-def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
+def _learn(machine: Machine, parts: Sequence[_Part], evidence: Mapping[int, Evidence]) -> None:
     """Tell the policy what became of its plans."""
-    had = {i: view for i in outcomes if (view := parts[i].view) is not None}
+    had = {i: view for i in evidence if (view := parts[i].view) is not None}
     if had:
-        machine.policy.learn([*had.values()], [_evidence(outcomes[i]) for i in had])
+        machine.policy.learn([*had.values()], [evidence[i] for i in had])
 
 
 def _context(rows: Sequence[StepSequence]) -> int:
@@ -242,13 +243,16 @@ def _context(rows: Sequence[StepSequence]) -> int:
 
 
 def _evidence(outcome: Outcome) -> Evidence:
-    depth, verdict = max(outcome.draft.depth_N, default=0), outcome.verdict
-    kept, censored = len(verdict.kept), verdict.censored
-    return Evidence(outcome.drafter, len(outcome.draft), depth, kept, censored)
+    draft, verdict = outcome.draft, outcome.verdict
+    return Evidence(outcome.drafter, len(draft), draft.levels, len(verdict.kept), verdict.censored)
 
 
 def _report(
-    machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome], clock: StepClock
+    machine: Machine,
+    parts: Sequence[_Part],
+    outcomes: Mapping[int, Outcome],
+    evidence: Mapping[int, Evidence],
+    clock: StepClock,
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -256,7 +260,7 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen, emitted = parts[i], _evidence(outcome), outcome.verdict.emitted
+        part, seen, emitted = parts[i], evidence[i], outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     passed = sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values())

@@ -193,6 +193,11 @@ class Draft(Rooted):
         """Depth of each node; a child of the pending token has depth 1."""
         return depths(self.parent_N)
 
+    @cached_property
+    def levels(self) -> int:
+        """How deep it is."""
+        return max(self.depth_N, default=0)
+
     def path_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Nodes that carry the first of some tokens, root first."""
         child = {branch: node for node, branch in enumerate(zip(self.parent_N, self.token_N, strict=True))}

@@ -45,7 +45,7 @@ class _PlainRate(Auto):
 class _Straight(Passes):
     """A line says it all."""
 
-    def over(self, guesses: int) -> float:
+    def over(self, bin_: int) -> float:
         return 1.0
 
 

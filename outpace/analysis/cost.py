@@ -205,7 +205,7 @@ def measure_drafter(
             draft = drafter.propose([row])[0]
             spent = now(target.device) - start
             inside[level].append(clock.seconds - seconds)
-            passes[level], depth[level] = clock.count - count, max(draft.depth_N, default=0)
+            passes[level], depth[level] = clock.count - count, draft.levels
             return spent
 
         found = medians([partial(propose, level) for level in inside], repeat)

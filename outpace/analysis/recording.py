@@ -329,7 +329,7 @@ def _ask(
 
 def _guess(draft: Draft, levels: int, after: Sequence[int]) -> Guess:
     """What of a draft the text says."""
-    deepest = max(draft.depth_N, default=0)
+    deepest = draft.levels
     nodes_D = tuple(sum(depth <= level for depth in draft.depth_N) for level in range(1, deepest + 1))
     return Guess(nodes_D, len(draft.path_of(after)), levels)
 

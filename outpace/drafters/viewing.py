@@ -138,7 +138,7 @@ class ViewDrafter(ExpandingDrafter[ViewState]):
         """Note how much of the own drafts was kept."""
         for state, outcome in zip(states, outcomes, strict=True):
             if state.draft is not None and state.draft is outcome.draft and not outcome.verdict.censored:
-                depth = max(outcome.draft.depth_N, default=0)
+                depth = outcome.draft.levels
                 state.seeing.learn(len(outcome.verdict.kept), depth)
             state.draft = None
 

@@ -180,7 +180,7 @@ class ActiveSequence:
             counts[:] = counts[0] + 1, counts[1] + len(draft), counts[2] + kept
             _reach(accepted_at, kept)
         # What a stop cut off is neither accepted nor refused.
-        _reach(self._drafted_at, kept if verdict.censored else max(draft.depth_N, default=0))
+        _reach(self._drafted_at, kept if verdict.censored else draft.levels)
         _reach(self._accepted_at, kept)
 
     def result(self) -> Result:

@@ -82,19 +82,21 @@ class Passes(Line):
     def __init__(self, a: float | None, ratio: float, size: int, tuning: Tuning) -> None:
         super().__init__(a, ratio, tuning)
         self.size, self.most = size, 0  # sequences; guesses of the largest pass
-        self._off: dict[int, tuple[float, float, int]] = {}  # bin -> weight, over the line's, last seen
+        self.off: dict[int, tuple[float, float, int]] = {}
+        """Bin of guesses -> weight, what passes take over the line's value, when it was last seen."""
 
     def took(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
-        over = self.learn(plain, more, seconds, self.over(guesses)) / self.of(plain, more)
+        bin_ = _bin(guesses)
+        over = self.learn(plain, more, seconds, self.over(bin_)) / self.of(plain, more)
         self.most = max(self.most, guesses)
-        weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
+        weight, mean, last = self.off.get(bin_, (0.0, 1.0, 0))
         weight = 1.0 + weight * self._tuning.remember ** (self.seen - last)
-        self._off[_bin(guesses)] = weight, mean + (over - mean) / weight, self.seen
+        self.off[bin_] = weight, mean + (over - mean) / weight, self.seen
 
-    def over(self, guesses: int) -> float:
-        """What passes with about so many guesses take, over the line's value."""
-        weight, mean, last = self._off.get(_bin(guesses), (0.0, 1.0, 0))
+    def over(self, bin_: int) -> float:
+        """What passes of a bin take, over the line's value."""
+        weight, mean, last = self.off.get(bin_, (0.0, 1.0, 0))
         weight *= self._tuning.remember ** (self.seen - last)
         return 1.0 + (mean - 1.0) * weight / (weight + 1.0)
 
@@ -164,7 +166,10 @@ class Costs:
         first, last, found = rows - batch, rows - batch + more, self._of(batch)
         shape_R = self._shape(context, batch, last)
         plain = shape_R[0]
-        return [found.of(plain, shape_R[n] - plain) * found.over(n) for n in range(first, last + 1)]
+        a, b, over = found.a, found.b, {bin_: found.over(bin_) for bin_ in found.off}
+        return [
+            (a * plain + b * (shape_R[n] - plain)) * over.get(_bin(n), 1.0) for n in range(first, last + 1)
+        ]
 
     def passed(self, rows: int, context: int, batch: int) -> float:
         """Seconds of one pass."""

@@ -52,7 +52,7 @@ class DraftRow(Generic[S]):
 
     def fault(self, draft: Draft) -> str | None:
         """Say what a draft has that was not asked for."""
-        most, depth = self.budget, max(draft.depth_N, default=0)
+        most, depth = self.budget, draft.levels
         nodes, rows = len(draft), draft.num_rows - 1
         if nodes > most.max_nodes or depth > most.max_depth or rows > most.max_rows:
             return (

@@ -206,7 +206,7 @@ class Probe:
                 self._cache.drop(slot)
             drafter.end(state)
         return Asked(
-            levels=max(draft.depth_N, default=0),
+            levels=draft.levels,
             accepted=len(draft.path_of(after)),
             guess=draft.token_N[0] if len(draft) else None,
             before=tokens[-1],

@@ -229,7 +229,7 @@ class EarlyExit(ExpandingDrafter[ExitState]):
         """
         for state, outcome in zip(states, outcomes, strict=True):
             if state.draft is not None and state.draft is outcome.draft:
-                depth = max(outcome.draft.depth_N, default=0)
+                depth = outcome.draft.levels
                 state.beliefs[state.exit].learn(len(outcome.verdict.kept), depth, outcome.verdict.censored)
                 truth = outcome.scored.logits_TV.argmax(1).tolist() if state.judged else []
                 guesses = [(probs[0], ids[0] == truth[row]) for row, (ids, probs) in state.judged]

@@ -157,7 +157,7 @@ class AdaptiveNgram(RowwiseDrafter[_State]):
         for node, (token, parent) in enumerate(zip(draft.token_N, draft.parent_N, strict=True)):
             contexts[node] = (*contexts[parent], token)[-most:]
             orders.append(order_of[contexts[parent], token])
-        longest = max(draft.depth_N, default=0)
+        longest = draft.levels
         return replace(draft, memo=_Memo(self, tuple(orders), longest == state.length))
 
     def _learn(self, state: _State, outcome: Outcome, memo: _Memo) -> None:
@@ -168,7 +168,7 @@ class AdaptiveNgram(RowwiseDrafter[_State]):
         if verdict.censored or not draft.token_N:
             return
         kept = len(verdict.kept)
-        if kept == max(draft.depth_N):
+        if kept == draft.levels:
             if memo.cut:
                 state.length *= 2
         else:

@@ -221,7 +221,7 @@ class Select(WrappingDrafter[_State]):
                 record.rate += RATE * (bool(kept) - record.rate)
                 if not verdict.censored:
                     record.kept += RATE * (len(kept) - record.kept)
-                    record.drafted += RATE * (max(draft.depth_N, default=0) - record.drafted)
+                    record.drafted += RATE * (draft.levels - record.drafted)
 
     def mark(self, state: _State) -> list[Any]:
         marks = [m.mark(own) for m, own in zip(self.members, state.members, strict=True)]
