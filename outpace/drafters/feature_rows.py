@@ -45,6 +45,11 @@ batch where nobody drafts, most answers end before that, and nothing was read in
 waits takes a sixth to a third of what the target keeps of it."""
 
 
+_APART = 32
+"""Rows that a compiled pass reads apart from a draft: without queries it takes a third less, and 0.1 ms more
+to call. Of prompts with 450 tokens a first draft of `eagle3` takes 7 ms, else 9."""
+
+
 class FeatureNet(Protocol):
     """What a network has to give."""
 
@@ -143,6 +148,16 @@ class RowDrafter(FeatureDrafter[RowState]):
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
 
+    def propose(self, rows: Sequence[DraftRow[RowState]]) -> list[Draft]:
+        """Read long texts first; see ``_APART``."""
+        long = [row.state for row in rows if len(row.state.ids) > _APART and row.budget.max_nodes]
+        if long and self.net.descends:
+            for state in long:
+                self.forget(state)
+                self.settle(state)
+            self.read(long)
+        return super().propose(rows)
+
     def feature(self, taps: Mapping[str, Tensor]) -> Tensor:
         return self.net.feature(taps)
 
@@ -228,7 +243,7 @@ class RowDrafter(FeatureDrafter[RowState]):
             for branch in branches:
                 self.settle(branch.state)
             parts = [part for b in branches for part in b.state.waiting]
-            return parts[0] if len(parts) == 1 else torch.cat(parts)
+            return _whole(parts)
         return self._given([b.state.out[b.parent_N[node]] for b in branches for node in b.nodes])
 
     def _given(self, rows: Sequence[int]) -> Tensor:
@@ -262,20 +277,25 @@ class RowDrafter(FeatureDrafter[RowState]):
         """Put all features but the last through the head, whose next token is not known yet."""
         features, feeds = [], []
         for state in states:
-            feature_TF = torch.cat(state.waiting)
+            feature_TF = _whole(state.waiting)
             features.append(feature_TF[:-1])
             feeds.append(Feed.chain(state.slot, state.ids[1:], want=()))
             state.waiting, state.ids = [feature_TF[-1:].clone()], state.ids[-1:]
         starts = [state.start or 0 for state in states]
         rows = PassRows(feeds, self.cache, 1)
         with self.clock:
-            self.net.run(rows, self.cache, starts, torch.cat(features), features=True)
+            self.net.run(rows, self.cache, starts, _whole(features), features=True)
         for feed in feeds:
             self.cache.keep(feed.slot, range(len(feed.token_J)))
 
     def forget(self, state: RowState) -> None:
         super().forget(state)
         state.row, state.out = {}, {}
+
+
+def _whole(parts: Sequence[Tensor]) -> Tensor:
+    """Parts one behind the other; no copy of a single one."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
 
 
 def _starts(branches: Sequence[Branch[RowState]]) -> list[int]:

@@ -28,6 +28,8 @@ CODED = frozenset(KINDS[2:])
 _OF = {torch.float32: "F32", torch.bfloat16: "BF16"}
 _GROUP = 16
 """Outputs whose codes lie together; of numbers twice as many."""
+LARGEST = 2 * _GROUP
+"""Outputs of the largest group."""
 _SPAN, _PER = 32, 8
 """Inputs of a block, and blocks that share what stands before them."""
 _PORTION = 1 << 22
@@ -94,6 +96,19 @@ class Product:
             first += part.outputs
         self.matrices = (Matrix * len(matrices))(*matrices)
         """For compiled code; the memory is held here."""
+
+    def behind(self, outputs: int) -> ctypes.Array[Matrix]:
+        """Its matrices without the first outputs, which are whole groups; in the same memory."""
+        found = []
+        for part, whole in zip(self.parts, self.matrices, strict=True):
+            left_out, size = min(outputs, part.outputs), _group_size(part.kind)
+            outputs -= left_out
+            if left_out < part.outputs:
+                assert left_out % size == 0, (left_out, part.kind)
+                at = whole.weights + left_out // size * _group_bytes(part.kind, part.inputs)
+                bias = None if whole.bias is None else whole.bias + 4 * left_out
+                found.append(Matrix(whole.kind, part.outputs - left_out, part.inputs, at, bias))
+        return (Matrix * len(found))(*found)
 
     def __call__(self, x_TI: Tensor) -> Tensor:
         """Give [T, O] in the dtype of ``x_TI``, float32 or bfloat16."""

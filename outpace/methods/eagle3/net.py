@@ -159,12 +159,17 @@ class EagleNet:
         elif id_D is not None and self._vectors is None:
             self._embed = _AtHand(target, id_D)
         self._plans = {features: self._plan(features) for features in (True, False)}
+        self._reader = self._plan(True, reads=True)
         ready = all(plan.ready for plan in self._plans.values())
         self.descends = ready and self._vectors is not None and self._own_head is not None
         """Whether levels run in one call; see ``FeatureNet``."""
 
-    def _plan(self, features: bool) -> Plan:
-        """A pass as a list of operations, on features of the target or on outputs of earlier rows."""
+    def _plan(self, features: bool, reads: bool = False) -> Plan:
+        """A pass as a list of operations, on features of the target or on outputs of earlier rows.
+
+        Args:
+            reads: whether keys and values are stored, and no row is wanted.
+        """
         hidden, block, shape = self.hidden_size, self._block, self.shape
         plan = self._layer.plan()
         fuses = features and shape.fused
@@ -187,6 +192,9 @@ class EagleNet:
             plan.norm(block.attn_norm, embed, left)
             plan.norm(self._hidden_norm, stream, right)
             stream = right if shape.residual_normed else stream
+        if reads:
+            plan.keep(block, u)
+            return plan
         a = plan.layer(block, self._layer.activation, stream, u)
         if self._norm is None:
             plan.give(a)
@@ -215,7 +223,7 @@ class EagleNet:
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], given_TF: Tensor, features: bool
     ) -> tuple[Tensor, Tensor]:
         """One pass, with logits of its own vocabulary or the target's; see ``FeatureNet``."""
-        plan = self._plans[features]
+        plan = self._plans[features] if rows.wanted else self._reader
         if plan.ready:
             return self._compiled(plan, rows, cache, offsets, given_TF)
         with torch.inference_mode():
@@ -238,7 +246,10 @@ class EagleNet:
         counts = len(rows.ids), len(rows.wanted)
         seen = Seen.of(rows, cache, offsets)
         lent = (given_TF,) if self._vectors is not None else (given_TF, self._embed(rows.ids))
-        out_RH, *logits = plan.run(counts, lent, rows.wanted, seen, rows.ids)
+        given = plan.run(counts, lent, rows.wanted, seen, rows.ids)
+        if not given:  # no row was wanted
+            return torch.empty(0, self.hidden_size), torch.empty(0, 0)
+        out_RH, *logits = given
         if logits:
             return out_RH, logits[0]
         with torch.no_grad():

@@ -9,6 +9,7 @@ import torch
 from outpace import Engine
 from outpace.cache.dense import DenseCache
 from outpace.coins import KeyedCoins, Stream
+from outpace.drafters import feature_rows
 from outpace.drafters.base import Request
 from outpace.drafters.features import TrainedConfig
 from outpace.law import VocabMap
@@ -20,6 +21,7 @@ from outpace.models import few_rows, plan
 from outpace.models.attention import Attention, Span
 from outpace.models.decoder import Decoder
 from outpace.models.memory import MemoryCheckpoint
+from outpace.models.passes import PassRows
 from outpace.models.products import works
 from outpace.models.tiny import tiny
 from outpace.params import SamplingParams
@@ -239,6 +241,38 @@ def test_a_long_prompt_goes_through_the_head_when_it_comes(target, monkeypatch):
     assert len(pieces.ids) == 1 and drafter.cache.length(pieces.slot) == len(text) - 2
     one, other = (chain_logits(drafter, state, text, [4, 8]) for state in (whole, pieces))
     assert torch.equal(one, other)
+
+
+@pytest.mark.skipif(not works(), reason="needs compiled code")
+@pytest.mark.parametrize("quantize", [None, "int8"])
+@pytest.mark.parametrize("flags", FLAGS, ids=lambda flags: "-".join(flags) or "plain")
+def test_reading_apart_stores_the_same_keys_and_values(target, flags, quantize):
+    """Without queries, and bit for bit what a pass stores that has them."""
+    net = made(target, quantize=quantize, **flags)[0].net
+    width = target.config.hidden_size * (len(net.taps) if net.shape.fused else 1)
+    feature_TF = torch.randn(len(TEXT), width, generator=torch.Generator().manual_seed(7))
+    stored = []
+    for want in ((), (len(TEXT) - 1,)):
+        cache = net.new_cache()
+        feed = Feed.chain(cache.open(), TEXT, want=want)
+        net.run(PassRows([feed], cache, 1), cache, [3], feature_TF, features=True)
+        stored.append([one[:, :, : len(TEXT)] for one in cache.by_row])
+    for apart, whole in zip(*stored, strict=True):
+        assert torch.equal(apart, whole) and float(apart.abs().min()) > 0
+
+
+@pytest.mark.parametrize("tree", ["chain", "dynamic"])
+def test_a_long_text_is_read_before_a_draft(monkeypatch, tree):
+    """A draft is the same, read apart or in the pass of its first level."""
+    text, drafts, target = (TEXT * 8)[:80], [], tied()
+    for most in (32, 1000):
+        monkeypatch.setattr(feature_rows, "_APART", most)
+        drafter, _ = made(target)
+        state = begun(drafter, target, text)
+        rows = rows_for(drafter, [state], [text], Budget(9, 3, shape=parse_shape(tree)), Drawn.CHOSEN, 0.0)
+        drafts += drafter.propose(rows)
+        assert drafter.cache.length(state.slot) == (len(text) - 2 if works() and most == 32 else 0)
+    assert drafts[0].token_N == drafts[1].token_N and drafts[0].parent_N == drafts[1].parent_N
 
 
 def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monkeypatch):
