@@ -128,10 +128,9 @@ def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepC
     clock.lap("judge")
     outcomes = _commit(machine, parts, scored, verdicts)
     _observe(machine, parts, outcomes)
-    evidence = {i: _evidence(one) for i, one in outcomes.items()}
-    _learn(machine, parts, evidence)
+    _learn(machine, parts, outcomes)
     clock.lap("commit")
-    _report(machine, parts, outcomes, evidence, clock)
+    _report(machine, parts, outcomes, clock)
     return list(outcomes.values())
 
 
@@ -139,7 +138,7 @@ def _plan(
     machine: Machine, rows: Sequence[StepSequence], clock: StepClock
 ) -> tuple[list[Plan], list[PolicyRow], list[dict[str, Draft]]]:
     """Have the policy plan; what drafters made for that is at hand afterwards."""
-    load = Load(len(rows), _context(rows))
+    load = Load(len(rows), max([len(row.tokens) for row in rows], default=0))
     room_B = [row.room() for row in rows]
     wanted_B = [machine.policy.wants_previews(row.policy_state, load) for row in rows]
     made_B = foresee(machine, rows, room_B, wanted_B)
@@ -231,15 +230,11 @@ def _observe(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Ou
         machine.drafters[name].observe(states, [outcomes[i] for i in indices])
 
 
-def _learn(machine: Machine, parts: Sequence[_Part], evidence: Mapping[int, Evidence]) -> None:
+def _learn(machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome]) -> None:
     """Tell the policy what became of its plans."""
-    had = {i: view for i in evidence if (view := parts[i].view) is not None}
+    had = {i: view for i in outcomes if (view := parts[i].view) is not None}
     if had:
-        machine.policy.learn([*had.values()], [evidence[i] for i in had])
-
-
-def _context(rows: Sequence[StepSequence]) -> int:
-    return max((len(row.tokens) for row in rows), default=0)
+        machine.policy.learn([*had.values()], [_evidence(outcomes[i]) for i in had])
 
 
 def _evidence(outcome: Outcome) -> Evidence:
@@ -248,11 +243,7 @@ def _evidence(outcome: Outcome) -> Evidence:
 
 
 def _report(
-    machine: Machine,
-    parts: Sequence[_Part],
-    outcomes: Mapping[int, Outcome],
-    evidence: Mapping[int, Evidence],
-    clock: StepClock,
+    machine: Machine, parts: Sequence[_Part], outcomes: Mapping[int, Outcome], clock: StepClock
 ) -> None:
     """Hand listeners the step as numbers."""
     machine.steps += 1
@@ -260,12 +251,12 @@ def _report(
         return
     records = []
     for i, outcome in outcomes.items():
-        part, seen, emitted = parts[i], evidence[i], outcome.verdict.emitted
+        part, seen, emitted = parts[i], _evidence(outcome), outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     passed = sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values())
     spent = clock.seconds, passed, clock.passes, clock.draft_levels
-    prompt, context = all(o.forced for o in outcomes.values()), _context([part.row for part in parts])
+    prompt, context = all(o.forced for o in outcomes.values()), max([len(p.row.tokens) for p in parts])
     record = StepRecord(machine.steps - 1, tuple(records), *spent, prompt, context, clock.preview)
     for listener in machine.listeners:
         listener(record)

@@ -150,11 +150,11 @@ class Draft(Rooted):
     def __post_init__(self) -> None:
         if len(self.token_N) != len(self.parent_N):
             raise ValueError(f"{len(self.token_N)} tokens but {len(self.parent_N)} parents")
-        if self.groups and (self.parent_N, self.groups) == chain(len(self), self.groups[0].drawn):
-            return
         if len(set(zip(self.parent_N, self.token_N, strict=True))) != len(self.token_N):
             raise ValueError(f"siblings repeat a token: {self.token_N} under {self.parent_N}")
         if self.groups is chosen_groups(self.parent_N):
+            return
+        if self.groups and (self.parent_N, self.groups) == chain(len(self), self.groups[0].drawn):
             return
         seen: set[int] = set()
         for group in self.groups:
@@ -177,11 +177,8 @@ class Draft(Rooted):
         Args:
             parents: ROOT or an earlier node each; None makes a chain.
         """
-        parent_N, groups = chain(len(tokens), Drawn.CHOSEN)
-        if parents is not None and tuple(parents) != parent_N:
-            parent_N = tuple(parents)
-            groups = chosen_groups(parent_N)
-        return cls(tuple(tokens), parent_N, groups, memo=memo)
+        parent_N = tuple(range(-1, len(tokens) - 1) if parents is None else parents)
+        return cls(tuple(tokens), parent_N, chosen_groups(parent_N), memo=memo)
 
     @property
     def num_rows(self) -> int:
@@ -195,7 +192,6 @@ class Draft(Rooted):
 
     @cached_property
     def levels(self) -> int:
-        """How deep it is."""
         return max(self.depth_N, default=0)
 
     def path_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
@@ -227,11 +223,7 @@ def chain(count: int, drawn: Drawn) -> tuple[tuple[int, ...], tuple[Group, ...]]
 
 @lru_cache(1024)
 def chosen_groups(parent_N: tuple[int, ...]) -> tuple[Group, ...]:
-    """CHOSEN groups of a tree, one per parent, children in node order: the same object every time.
-
-    Raises:
-        ValueError: a parent that does not come before its children.
-    """
+    """CHOSEN groups of a tree, one per parent, children in node order: the same object every time."""
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parent_N):
         if not ROOT <= parent < node:

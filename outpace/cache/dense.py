@@ -66,7 +66,7 @@ class DenseCache(KVCache):
         """[L, S, K, D, C]. Rows never written are zero, hence finite."""
         self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
         """[L, S, K, C, D]."""
-        self._shape, self._on_cpu = (heads, width), self.key_store.is_cpu
+        self._shape, self._on_cpu = (layers, heads, width), self.key_store.is_cpu
         self._layout: Layout | None = None
         self._views: dict[tuple[bool, int, int, int, int], list[Tensor]] = {}
 
@@ -85,9 +85,8 @@ class DenseCache(KVCache):
         """For compiled code; valid until the cache grows."""
         if self._layout is None:
             keys, values = self.key_store, self.value_store
-            at, size = (keys.data_ptr(), values.data_ptr()), keys.element_size()
-            steps = keys.stride(0) * size, values.stride(0) * size
-            half = keys.dtype == torch.bfloat16
+            size, half = keys.element_size(), keys.dtype == torch.bfloat16
+            at, steps = (keys.data_ptr(), values.data_ptr()), (keys.stride(0) * size, values.stride(0) * size)
             self._layout = Layout(*at, *steps, keys.shape[4], keys.stride(1), values.stride(1), half)
         return self._layout
 
@@ -178,13 +177,8 @@ class DenseCache(KVCache):
         self.value_store[:, slot, :, start : start + values.shape[-2]] = values
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
-        at, (heads, width) = self.layout, self._shape
-        size, numbers = 2 if at.half else 4, slot * at.key_stride
-        places = at.keys + numbers * size, at.values + numbers * size
-        shape = self.layers, heads, width, at.capacity, size, at.key_layer
-        if self._on_cpu and move((*places, *shape), rows, start):
-            return
-        for store in self.by_row:
+        moved = self._on_cpu and move(self.layout, self._shape, slot, rows, start)
+        for store in () if moved else self.by_row:
             own = store[:, slot]
             own[:, start : start + len(rows)] = own[:, torch.tensor(rows, device=own.device)]
 

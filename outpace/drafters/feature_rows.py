@@ -10,6 +10,9 @@ draft goes through the network in the pass of the draft's first level, so a draf
 passes of it. Keys made from its own outputs are dropped after each draft and made anew
 from the target's features.
 
+Of a prefix that the target's cache held already no pass shows features. Its rows come from earlier sequences
+that read it, page by page: without them `eagle3` emits 1.95 tokens per pass behind passages, with them 2.67.
+
 Papers: Li et al. 2024 (EAGLE), arXiv:2401.15077.
 
 Shape letters: T rows of a pass, F width of the features of a row, R rows wanted, H hidden size, D draft
@@ -26,7 +29,7 @@ import torch
 from torch import Tensor
 
 from outpace.cache.dense import DenseCache
-from outpace.drafters.base import Traits
+from outpace.drafters.base import Request, Traits
 from outpace.drafters.branching import drafts_of, ruled
 from outpace.drafters.descent import chained, chains_of, levels_of, note, picked, start_of
 from outpace.drafters.features import FeatureDrafter, Followed
@@ -34,6 +37,7 @@ from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
+from outpace.models.prefix import PrefixStore
 from outpace.models.room import Strip
 from outpace.models.taps import side_by_side
 from outpace.tree.growth import Branch, DraftRow, Growing, Level
@@ -48,6 +52,10 @@ waits takes a sixth to a third of what the target keeps of it."""
 _APART = 32
 """Rows that a compiled pass reads apart from a draft: without queries it takes a third less, and 0.1 ms more
 to call. Of prompts with 450 tokens a first draft of `eagle3` takes 7 ms, else 9."""
+
+
+_PAGES = 512
+"""Pages of 64 rows that are kept of prefixes: 50 MB for the embedded model."""
 
 
 class FeatureNet(Protocol):
@@ -111,6 +119,8 @@ class FeatureNet(Protocol):
 
 @dataclass(slots=True, eq=False)
 class RowState(Followed):
+    text: tuple[str, tuple[int, ...]] = ("", ())
+    """Whose text it is, and its first token, which no row embeds."""
     row: dict[int, int] = field(default_factory=dict)
     """Draft node -> its row in the tail of the slot."""
     out: dict[int, int] = field(default_factory=dict)
@@ -140,6 +150,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         self.net, self._id_D = net, id_D
         self.traits = replace(self.traits, taps=frozenset(net.taps), temper_D=temper_D)
         self.cache: DenseCache = net.new_cache()
+        self._prefixes = PrefixStore(self.cache, _PAGES)
         self._outs: list[Tensor] = []
         """Outputs of the passes of this draft [., H]."""
         self._ends = [0]
@@ -147,6 +158,20 @@ class RowDrafter(FeatureDrafter[RowState]):
 
     def opened(self, slot: int) -> RowState:
         return RowState(slot)
+
+    def begin(self, request: Request) -> RowState:
+        """Take a slot, with the rows of a prefix that are known; rows go on behind the prefix in any case."""
+        state, known = super().begin(request), request.num_cached
+        state.text = request.key, request.prompt[:1]
+        held = self._prefixes.load(state.slot, state.text, request.prompt[1 : known + 1]) if known else 0
+        state.start = known - held if held else None
+        return state
+
+    def end(self, state: RowState) -> None:
+        """Keep the rows of a text that is there from its first token on."""
+        if state.start == 0:
+            self._prefixes.save(state.slot, state.text)
+        super().end(state)
 
     def propose(self, rows: Sequence[DraftRow[RowState]]) -> list[Draft]:
         """Read long texts first; see ``_APART``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from outpace.cache.base import PAGE
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import GenerationRequest, checked_params
@@ -76,7 +77,9 @@ class Conversation:
         if self._slot is None:
             self._slot = engine.cache.open()
         # The last prompt token is always fed anew: its pass yields the first token.
-        engine.cache.sync(self._slot, request.prompt[:-1])
+        same = engine.cache.sync(self._slot, request.prompt[:-1])
+        if any(one.drafter.traits.taps for one in method.members.values()):
+            engine.cache.truncate(self._slot, same // PAGE * PAGE)  # such drafters know whole pages
         row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:

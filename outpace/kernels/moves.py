@@ -12,17 +12,28 @@ from collections.abc import Sequence
 from outpace.kernels.compiled import library
 
 
-def move(slot: Sequence[int], rows: Sequence[int], start: int) -> bool:
+def move(
+    layout: tuple[int, int, int, int, int, int, int, bool],
+    shape: tuple[int, int, int],
+    slot: int,
+    rows: Sequence[int],
+    start: int,
+) -> bool:
     """Copy rows of a slot, ascending, to ``start`` and behind; none is before its new place.
 
     Args:
-        slot: what ``Move`` of move.h has of it.
+        layout: of a cache, as its ``Layout`` has it; keys and values have the same strides.
+        shape: layers, heads and their width.
 
     Returns:
         False where torch has to do it.
     """
     code = library()
     if code is not None:
-        told = array("q", (*slot, start, len(rows), *rows))
+        keys, values, layer, _, capacity, stride, _, half = layout
+        size = 2 if half else 4
+        at = slot * stride * size
+        where = keys + at, values + at, *shape, capacity, size, layer, start
+        told = array("q", (*where, len(rows), *rows))
         code.outpace_move(told.buffer_info()[0])
     return code is not None

@@ -21,7 +21,7 @@ import torch
 from outpace.cache.base import PAGE, KVCache
 from outpace.engine.sequence import ActiveSequence
 from outpace.errors import RequestError
-from outpace.serving.prefix import PrefixStore
+from outpace.models.prefix import PrefixStore
 
 STORE_BYTES, STORE_PAGES = 1 << 29, 128
 """How much to store unless said otherwise: in bytes, or in pages where their size is not known."""

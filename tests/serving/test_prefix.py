@@ -9,8 +9,8 @@ from outpace import Engine
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
 from outpace.models.hf.gather import GatherCache
+from outpace.models.prefix import PrefixStore
 from outpace.models.tiny import TableCache
-from outpace.serving.prefix import PrefixStore
 from outpace.serving.service import Service
 from tests.conformance.targets import of_transformers
 from tests.serving.test_service import ask

@@ -275,6 +275,27 @@ def test_a_long_text_is_read_before_a_draft(monkeypatch, tree):
     assert drafts[0].token_N == drafts[1].token_N and drafts[0].parent_N == drafts[1].parent_N
 
 
+@pytest.mark.parametrize("key,first,known", [("", 5, 64), ("other", 5, 0), ("", 6, 0)])
+def test_rows_of_a_prefix_come_from_who_read_it(target, key, first, known):
+    """A text whose first 64 tokens no pass shows is followed as if all had been shown."""
+    drafter, _ = made(target)
+    text = (TEXT * 8)[:80]
+    reader = begun(drafter, target, text)
+    whole = chain_logits(drafter, reader, text, [4, 8])
+    drafter.cache.keep(reader.slot, range(reader.lead))
+    drafter.end(reader)
+    state = drafter.begin(Request(prompt=(first, *text[1:]), num_cached=64, key=key))
+    assert drafter.cache.length(state.slot) == known
+    show(drafter, state, target, text, 64, len(text) - 1)
+    logits = chain_logits(drafter, state, text, [4, 8])
+    assert torch.equal(logits, whole) is (known == 64)
+    # Rows behind a gap belong to no prefix.
+    drafter.cache.keep(state.slot, range(state.lead))
+    held = len(drafter._prefixes)
+    drafter.end(state)
+    assert len(drafter._prefixes) == held
+
+
 def test_rows_that_were_never_shown_are_left_out_and_positions_stay(target, monkeypatch):
     drafter, oracle = made(target, packed=False)
     held = 4

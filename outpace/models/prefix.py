@@ -54,7 +54,7 @@ class PrefixStore:
     def __len__(self) -> int:
         return len(self._pages)
 
-    def load(self, slot: int, key: str, ids: Sequence[int]) -> int:
+    def load(self, slot: int, key: Hashable, ids: Sequence[int]) -> int:
         """Fill an empty slot with the pages that a text begins with.
 
         Args:
@@ -71,11 +71,11 @@ class PrefixStore:
             self._cache.restore(slot, ids[:count], [page.content for page in found])
         return PAGE * len(found)
 
-    def known(self, key: str, ids: Sequence[int]) -> int:
+    def known(self, key: Hashable, ids: Sequence[int]) -> int:
         """Tokens that ``load`` would fill in."""
         return PAGE * len(self._walk(key, ids))
 
-    def save(self, slot: int, key: str) -> None:
+    def save(self, slot: int, key: Hashable) -> None:
         """Keep the whole pages of a slot's committed text, those that are new."""
         if not self.most:
             return
@@ -97,7 +97,7 @@ class PrefixStore:
         while len(self._pages) > max(0, most):
             self._evict([])
 
-    def _walk(self, key: str, ids: Sequence[int]) -> list[_Page]:
+    def _walk(self, key: Hashable, ids: Sequence[int]) -> list[_Page]:
         """The longest chain of pages that a text begins with; they count as used now."""
         self._clock += 1
         path: list[_Page] = []
@@ -111,7 +111,7 @@ class PrefixStore:
             name = id(page)
         return path
 
-    def _root(self, key: str, ids: Sequence[int]) -> Hashable:
+    def _root(self, key: Hashable, ids: Sequence[int]) -> Hashable:
         return key, self._source_of(ids)
 
     def _evict(self, path: Sequence[_Page]) -> bool:
