@@ -95,8 +95,7 @@ class Machine:
 
     def tapped(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Drafters of these rows that read features."""
-        names = {name for row in rows for name in row.members}
-        return frozenset(name for name in names if self.drafters[name].traits.taps)
+        return frozenset(name for row in rows for name in row.members if self.drafters[name].traits.taps)
 
     def taps(self, rows: Sequence[StepSequence]) -> frozenset[str]:
         """Features that some drafter of these rows reads."""

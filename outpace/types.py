@@ -197,13 +197,12 @@ class Draft(Rooted):
     def path_of(self, tokens: Sequence[int]) -> tuple[int, ...]:
         """Nodes that carry the first of some tokens, root first."""
         child = {branch: node for node, branch in enumerate(zip(self.parent_N, self.token_N, strict=True))}
-        path: list[int] = []
+        path = [ROOT]
         for token in tokens:
-            node = child.get((path[-1] if path else ROOT, token))
-            if node is None:
+            if (node := child.get((path[-1], token))) is None:
                 break
             path.append(node)
-        return tuple(path)
+        return tuple(path[1:])
 
     @cached_property
     def groups_of(self) -> Mapping[int, tuple[Group, ...]]:

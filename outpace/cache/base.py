@@ -16,6 +16,8 @@ from typing import Any, ClassVar
 
 PAGE = 64
 """Rows of a slot that are counted, stored and shared together."""
+PIECE = 16
+"""Rows of a prefix that a drafter shares together: a conversation reads as many again at most."""
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:
@@ -223,8 +225,7 @@ class KVCache(ABC):
             return slot
         self.drop(slot)
         ids, length = self.ids(slot), self.length(slot)
-        part = self.copy(slot, 0, length)
-        other = self.open()
+        part, other = self.copy(slot, 0, length), self.open()
         if length:
             self.restore(other, ids, [part])
         self.close(slot)

@@ -166,10 +166,8 @@ class DenseCache(KVCache):
 
     def _copy(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            return (
-                self.key_store[:, slot, :, :, start:stop].clone(),
-                self.value_store[:, slot, :, start:stop].clone(),
-            )
+            keys, values = self.key_store[:, slot, :, :, start:stop], self.value_store[:, slot, :, start:stop]
+            return keys.clone(), values.clone()
 
     def _paste(self, slot: int, start: int, part: tuple[Tensor, Tensor]) -> None:
         keys, values = part

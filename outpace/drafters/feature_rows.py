@@ -28,6 +28,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from outpace.cache.base import PIECE
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.branching import drafts_of, ruled
@@ -54,8 +55,8 @@ _APART = 32
 to call. Of prompts with 450 tokens a first draft of `eagle3` takes 7 ms, else 9."""
 
 
-_PAGES = 512
-"""Pages of 64 rows that are kept of prefixes: 50 MB for the embedded model."""
+_PIECES = 2048
+"""Pieces of prefixes whose rows are kept: 50 MB for the embedded model."""
 
 
 class FeatureNet(Protocol):
@@ -150,7 +151,7 @@ class RowDrafter(FeatureDrafter[RowState]):
         self.net, self._id_D = net, id_D
         self.traits = replace(self.traits, taps=frozenset(net.taps), temper_D=temper_D)
         self.cache: DenseCache = net.new_cache()
-        self._prefixes = PrefixStore(self.cache, _PAGES)
+        self._prefixes = PrefixStore(self.cache, _PIECES, size=PIECE)
         self._outs: list[Tensor] = []
         """Outputs of the passes of this draft [., H]."""
         self._ends = [0]

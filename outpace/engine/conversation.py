@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from outpace.cache.base import PAGE
+from outpace.cache.base import PIECE
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import GenerationRequest, checked_params
@@ -79,7 +79,7 @@ class Conversation:
         # The last prompt token is always fed anew: its pass yields the first token.
         same = engine.cache.sync(self._slot, request.prompt[:-1])
         if any(one.drafter.traits.taps for one in method.members.values()):
-            engine.cache.truncate(self._slot, same // PAGE * PAGE)  # such drafters know whole pages
+            engine.cache.truncate(self._slot, same // PIECE * PIECE)
         row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:

@@ -24,13 +24,11 @@ _Place = tuple[Hashable, tuple[int, ...]]
 
 @dataclass(slots=True, eq=False)
 class _Page:
-    """Keys and values of 64 tokens, behind those of its parent."""
+    """Keys and values of some tokens, behind those of its parent."""
 
     place: _Place
     parent: _Page | None
     content: Any
-    used: int
-    """When it was last looked at."""
     children: int = 0
 
 
@@ -39,17 +37,22 @@ class PrefixStore:
 
     Args:
         most: pages to keep; 0 keeps none.
+        size: tokens of a page.
         source_of: what an encoder reads of a text. It reads it whole, so pages of one source hold
             nothing of another, however alike the two begin.
     """
 
     def __init__(
-        self, cache: KVCache, most: int, source_of: Callable[[Sequence[int]], Hashable] = lambda ids: None
+        self,
+        cache: KVCache,
+        most: int,
+        source_of: Callable[[Sequence[int]], Hashable] = lambda ids: None,
+        size: int = PAGE,
     ) -> None:
-        self._cache, self.most = cache, most if cache.copies else 0
+        self._cache, self.most, self.size = cache, most if cache.copies else 0, size
         self._source_of = source_of
         self._pages: dict[_Place, _Page] = {}
-        self._clock = 0
+        """The one looked at longest ago first, and a child before its parent where both were."""
 
     def __len__(self) -> int:
         return len(self._pages)
@@ -63,31 +66,31 @@ class PrefixStore:
             ids: the text; at most so many tokens are filled in.
 
         Returns:
-            Tokens that the slot holds now, a multiple of ``PAGE``. Cost: one copy of their keys.
+            Tokens that the slot holds now: whole pages. Cost: one copy of their keys.
         """
         found = self._walk(key, ids)
+        count = self.size * len(found)
         if found:
-            count = PAGE * len(found)
             self._cache.restore(slot, ids[:count], [page.content for page in found])
-        return PAGE * len(found)
+        return count
 
     def known(self, key: Hashable, ids: Sequence[int]) -> int:
         """Tokens that ``load`` would fill in."""
-        return PAGE * len(self._walk(key, ids))
+        return self.size * len(self._walk(key, ids))
 
     def save(self, slot: int, key: Hashable) -> None:
         """Keep the whole pages of a slot's committed text, those that are new."""
         if not self.most:
             return
-        ids = self._cache.slot(slot).ids
+        ids, size = self._cache.slot(slot).ids, self.size
         root, path = self._root(key, ids), self._walk(key, ids)
-        for start in range(PAGE * len(path), len(ids) - PAGE + 1, PAGE):
+        for start in range(size * len(path), len(ids) - size + 1, size):
             if len(self._pages) >= self.most and not self._evict(path):
                 return
             parent = path[-1] if path else None
-            place = (root if parent is None else id(parent), tuple(ids[start : start + PAGE]))
-            content = self._cache.copy(slot, start, start + PAGE)
-            path.append(_Page(place, parent, content, self._clock))
+            place = (root if parent is None else id(parent), tuple(ids[start : start + size]))
+            content = self._cache.copy(slot, start, start + size)
+            path.append(_Page(place, parent, content))
             self._pages[place] = path[-1]
             if parent is not None:
                 parent.children += 1
@@ -99,16 +102,16 @@ class PrefixStore:
 
     def _walk(self, key: Hashable, ids: Sequence[int]) -> list[_Page]:
         """The longest chain of pages that a text begins with; they count as used now."""
-        self._clock += 1
         path: list[_Page] = []
-        name = self._root(key, ids)
-        for start in range(0, len(ids) - PAGE + 1, PAGE):
-            page = self._pages.get((name, tuple(ids[start : start + PAGE])))
+        name, size = self._root(key, ids), self.size
+        for start in range(0, len(ids) - size + 1, size):
+            page = self._pages.get((name, tuple(ids[start : start + size])))
             if page is None:
                 break
-            page.used = self._clock
             path.append(page)
             name = id(page)
+        for page in reversed(path):
+            self._pages[page.place] = self._pages.pop(page.place)
         return path
 
     def _root(self, key: Hashable, ids: Sequence[int]) -> Hashable:
@@ -116,10 +119,10 @@ class PrefixStore:
 
     def _evict(self, path: Sequence[_Page]) -> bool:
         """Forget a page without children that is not on ``path``; False if there is none."""
-        free = [page for page in self._pages.values() if not page.children and page not in path]
-        if not free:
+        free = (page for page in self._pages.values() if not page.children and page not in path)
+        page = next(free, None)
+        if page is None:
             return False
-        page = min(free, key=lambda page: page.used)
         del self._pages[page.place]
         if page.parent is not None:
             page.parent.children -= 1

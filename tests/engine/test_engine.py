@@ -13,6 +13,7 @@ from outpace import (
     SpecError,
     UnknownNameError,
 )
+from outpace.cache.base import PIECE
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
 from outpace.models.tiny import TableTarget
 from outpace.types import Budget, Draft, Plan, Riders
@@ -298,6 +299,21 @@ def test_a_conversation_reads_each_token_once(engine):
         Conversation(engine).send(5)
     talk.close()
     assert not engine.cache._slots
+
+
+def test_a_conversation_reads_again_what_heads_do_not_know(engine, monkeypatch):
+    """Drafters that read features share whole pieces of a prefix, and others all of it."""
+    if not engine.target.tokenizer.chat_template:
+        pytest.skip("the tiny model has no chat template")
+    drafter, params = engine.method(DRAFTS).drafter, SamplingParams(max_new_tokens=6, ignore_eos=True)
+    cached = []
+    for taps in (frozenset[str](), frozenset({"hidden.-1"})):
+        monkeypatch.setattr(drafter, "traits", replace(drafter.traits, taps=taps))
+        with Conversation(engine, params, drafter=DRAFTS) as talk:
+            results = [list(talk.send(text))[-1].result for text in ("ab ab", "cd cd", "ef")]
+        cached.append([one.cached_tokens for one in results])
+        assert results[2].tokens == engine.generate(talk.messages[:5], params).tokens
+    assert cached[1] == [count // PIECE * PIECE for count in cached[0]] != cached[0]
 
 
 def test_a_turn_that_nobody_reads_opens_nothing(engine, monkeypatch):

@@ -275,20 +275,23 @@ def test_a_long_text_is_read_before_a_draft(monkeypatch, tree):
     assert drafts[0].token_N == drafts[1].token_N and drafts[0].parent_N == drafts[1].parent_N
 
 
-@pytest.mark.parametrize("key,first,known", [("", 5, 64), ("other", 5, 0), ("", 6, 0)])
-def test_rows_of_a_prefix_come_from_who_read_it(target, key, first, known):
-    """A text whose first 64 tokens no pass shows is followed as if all had been shown."""
+@pytest.mark.parametrize(
+    "key,first,cached,known", [("", 5, 64, 64), ("", 5, 70, 64), ("other", 5, 64, 0), ("", 6, 64, 0)]
+)
+def test_rows_of_a_prefix_come_from_who_read_it(target, key, first, cached, known):
+    """A text whose first tokens no pass shows is followed as if they had been shown, as far as pieces go."""
     drafter, _ = made(target)
     text = (TEXT * 8)[:80]
     reader = begun(drafter, target, text)
     whole = chain_logits(drafter, reader, text, [4, 8])
     drafter.cache.keep(reader.slot, range(reader.lead))
     drafter.end(reader)
-    state = drafter.begin(Request(prompt=(first, *text[1:]), num_cached=64, key=key))
+    state = drafter.begin(Request(prompt=(first, *text[1:]), num_cached=cached, key=key))
     assert drafter.cache.length(state.slot) == known
-    show(drafter, state, target, text, 64, len(text) - 1)
+    show(drafter, state, target, text, cached, len(text) - 1)
+    assert drafter.end_of(state) == len(text) - 1  # rows stand where they would
     logits = chain_logits(drafter, state, text, [4, 8])
-    assert torch.equal(logits, whole) is (known == 64)
+    assert torch.equal(logits, whole) is (known == cached)
     # Rows behind a gap belong to no prefix.
     drafter.cache.keep(state.slot, range(state.lead))
     held = len(drafter._prefixes)
