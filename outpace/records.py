@@ -1,10 +1,22 @@
-"""What listeners receive of a step: plain numbers, no tensors."""
+"""What policies and listeners receive of a step: plain numbers, no tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What the policy may know about the batch as a whole."""
+
+    batch: int
+    """Sequences in this step."""
+    context: int
+    """Longest committed length among them, tokens."""
+    beside: int = 0
+    """Rows of the pass that belong to sequences under other policies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ from outpace.curve import Price as Price
 from outpace.law import Law as Law
 from outpace.law import VocabMap as VocabMap
 from outpace.records import Choice as Choice
+from outpace.records import Load as Load
 from outpace.records import RowRecord as RowRecord
 from outpace.records import StepRecord as StepRecord
 from outpace.records import depths as depths
@@ -303,18 +304,6 @@ class Plan:
     budget: Budget
     choice: Choice | None = None
     """Of a policy that weighs drafters against each other."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the policy may know about the batch as a whole."""
-
-    batch: int
-    """Sequences in this step."""
-    context: int
-    """Longest committed length among them, tokens."""
-    beside: int = 0
-    """Rows of the pass that belong to sequences under other policies."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

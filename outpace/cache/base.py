@@ -16,8 +16,6 @@ from typing import Any, ClassVar
 
 PAGE = 64
 """Rows of a slot that are counted, stored and shared together."""
-PIECE = 16
-"""Rows of a prefix that a drafter shares together: a conversation reads as many again at most."""
 
 
 def shared_prefix(a: Sequence[int], b: Sequence[int]) -> int:

@@ -28,7 +28,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from outpace.cache.base import PIECE
 from outpace.cache.dense import DenseCache
 from outpace.drafters.base import Request, Traits
 from outpace.drafters.branching import drafts_of, ruled
@@ -38,7 +37,7 @@ from outpace.drafters.feeding import feed_nodes
 from outpace.models.base import HEAD, TAPS
 from outpace.models.levels import Answer, Asked, Start
 from outpace.models.passes import PassRows
-from outpace.models.prefix import PrefixStore
+from outpace.models.prefix import PIECE, PrefixStore
 from outpace.models.room import Strip
 from outpace.models.taps import side_by_side
 from outpace.tree.growth import Branch, DraftRow, Growing, Level

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from outpace.cache.base import PIECE
 from outpace.engine.engine import Engine
 from outpace.engine.method import Method
 from outpace.engine.requests import GenerationRequest, checked_params
 from outpace.engine.results import Chunk
 from outpace.errors import RequestError
+from outpace.models.prefix import PIECE
 from outpace.params import SamplingParams
 from outpace.verifiers.base import Verifier
 

@@ -30,7 +30,6 @@ from outpace.models.levels import Answer, Asked, Level, Start
 from outpace.models.operations import NONE, Call, Op
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
-from outpace.models.products import LARGEST
 from outpace.models.room import Lasting, Piece, Strip
 from outpace.models.rope import Rotation
 from outpace.models.rowwise import KINDS, Norm
@@ -172,13 +171,11 @@ class Plan:
         return out
 
     def product(self, linear: Linear, x: Rows, to: Rows | None = None, left_out: int = 0) -> Rows:
-        """Rows times a matrix, without its first outputs if some are left out."""
         out = to or self.fresh(linear.outputs - left_out, x.count)
         if linear.product is None:
             self.ready = False
             return out
-        parts = linear.product.behind(left_out) if left_out else linear.product.matrices
-        self._held += [linear, parts]
+        self._held += [linear, parts := linear.product.behind(left_out)]
         part = ctypes.addressof(parts)
         self._op(kinds.PRODUCT, x, out, more=_OPERANDS, parts=len(parts), part=part)
         return out
@@ -242,16 +239,6 @@ class Plan:
         self._attended = x, out
         self._op(kinds.ATTEND, x, out, layer=layer)
         return out
-
-    def keep(self, block: Block, reads: Rows) -> None:
-        """Store keys and values of a layer whose attention reads ``reads``; no row is wanted."""
-        assert self._heads is not None
-        queries = self._heads.queries * self._heads.width
-        left_out = queries - queries % LARGEST
-        heads = self.fresh(block.qkv.outputs, reads.count)
-        kept = self.columns(heads, left_out, heads.width - left_out)
-        self.product(block.qkv, reads, kept, left_out)
-        self.attend(heads, block.qk_norm, block.window)
 
     def layer(self, block: Block, activation: str, x: Rows, reads: Rows) -> Rows:
         """A layer of a decoder on the stream ``x``, whose attention reads ``reads``; behind the

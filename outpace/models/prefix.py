@@ -19,6 +19,9 @@ from typing import Any
 
 from outpace.cache.base import PAGE, KVCache
 
+PIECE = 16
+"""Rows of a drafter's prefix that are shared together; a conversation reads as many again at most."""
+
 _Place = tuple[Hashable, tuple[int, ...]]
 
 

@@ -13,8 +13,8 @@ from outpace import (
     SpecError,
     UnknownNameError,
 )
-from outpace.cache.base import PIECE
 from outpace.methods.eagle3.objective import Eagle3, Eagle3Config
+from outpace.models.prefix import PIECE
 from outpace.models.tiny import TableTarget
 from outpace.types import Budget, Draft, Plan, Riders
 

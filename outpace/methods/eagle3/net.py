@@ -31,6 +31,7 @@ from outpace.models.levels import Answer, Asked, Start
 from outpace.models.packed import Linear
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
+from outpace.models.products import LARGEST
 from outpace.models.room import Strip
 from outpace.models.rowwise import Norm
 from outpace.models.seen import Seen
@@ -193,7 +194,12 @@ class EagleNet:
             plan.norm(self._hidden_norm, stream, right)
             stream = right if shape.residual_normed else stream
         if reads:
-            plan.keep(block, u)
+            queries = self._layer.heads.queries * self._layer.heads.width
+            left_out = queries - queries % LARGEST
+            heads = plan.fresh(block.qkv.outputs)
+            kept = plan.columns(heads, left_out, heads.width - left_out)
+            plan.product(block.qkv, u, kept, left_out)
+            plan.attend(heads, block.qk_norm, block.window)
             return plan
         a = plan.layer(block, self._layer.activation, stream, u)
         if self._norm is None:
