@@ -79,7 +79,7 @@ class Conversation:
         # The last prompt token is always fed anew: its pass yields the first token.
         same = engine.cache.sync(self._slot, request.prompt[:-1])
         if any(one.drafter.traits.taps for one in method.members.values()):
-            engine.cache.truncate(self._slot, same // PIECE * PIECE)
+            engine.cache.truncate(self._slot, same // PIECE * PIECE)  # heads know whole pieces of it
         row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:

@@ -34,10 +34,6 @@ class Seen:
         """
         positions = array("q")
         for span, offset in zip(rows.spans, offsets, strict=True):
-            stored = span.stored
-            if span.chain:
-                positions.extend(range(offset + stored.start, offset + stored.stop))
-            else:
-                positions.extend([offset + position for position in span.positions])
+            positions.extend([offset + position for position in span.positions])
         wanted = array("q", rows.wanted) if len(rows.wanted) < len(positions) else None
         return cls(cache=cache, spans=rows.spans, positions=positions, wanted=wanted)
