@@ -10,6 +10,7 @@ Shape letters: V vocabulary of the target.
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 from collections.abc import Sequence
@@ -62,8 +63,12 @@ class Grammars:
         if fault and not fault.startswith("WARNING"):
             raise RequestError(f"{form.source} cannot be used: {_brief(fault)}")
         start = self._library.LLMatcher(self._tokenizer, text, log_level=0)
-        if start.is_error():
-            raise RequestError(f"{form.source} cannot be used: {_brief(start.get_error())}")
+        first = start.deep_copy()
+        first.compute_bitmask()  # which fails where nothing satisfies it
+        if first.is_error():
+            raise RequestError(
+                f"{form.source} cannot be used: no text satisfies it ({_brief(first.get_error())})"
+            )
         return Grammar(start, self._tokenizer, self._vocab_size, self._eos_ids)
 
     def _text(self, form: StructuredOutput) -> str:
@@ -187,9 +192,15 @@ class _Vocabulary:
     def __call__(self, text: Any) -> list[int]:
         if isinstance(text, bytes):
             text = text.decode("utf-8", "replace")
+        literal = self._tokenizer.literal
+        if literal.finds(text):  # a special token that a form spells is text
+            with contextlib.suppress(RequestError):
+                found: list[int] = literal.encode(literal.hidden(text))
+                return found
         ids: list[int] = self._tokenizer.encode(text, special=False)
         return ids
 
 
 def _brief(fault: str) -> str:
-    return " ".join(fault.split())[:300]
+    """A fault in one line, without the state of the library's parser."""
+    return " ".join(fault.split("<state>")[0].split())[:300]

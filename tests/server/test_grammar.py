@@ -90,6 +90,8 @@ def test_the_law_is_the_models_own_on_what_is_allowed(grammars):
         (StructuredOutput("regex", "(", "f"), "cannot be used"),
         (StructuredOutput("choice", "[]", "f"), "choice is empty"),
         (StructuredOutput("grammar", "nonsense", "f"), "cannot be used"),
+        (StructuredOutput("grammar", "start: start", "f"), r"no text satisfies it \(\w+\)$"),
+        (StructuredOutput("schema", '{"$ref": "#"}', "f"), r"no text satisfies it \(\w+\)$"),
     ],
     ids=lambda value: getattr(value, "text", ""),
 )
@@ -201,6 +203,19 @@ def test_the_engine_takes_grammars_too(grammars):
     grammar = made.compile(StructuredOutput("regex", "(he|re){3}", "f"))
     texts = engine.generate(["ab", "cd"], grammar=grammar, temperature=1.0, n=2)
     assert all(re.fullmatch("(he|re){3}", result.text) for result in texts)
+
+
+@pytest.mark.parametrize("drafter", ["none", "grammar"])
+def test_special_tokens_that_a_form_spells_are_text(drafter):
+    engine = Engine.load("tiny", dtype="float32", drafter=drafter)
+    made = open_grammars(engine.target.tokenizer, engine.target.vocab_size, engine.eos_ids)
+    for kind, form, wanted in (
+        ("choice", ["<|end|>x"], "<|end|>x"),
+        ("schema", {"const": "a<|end|>"}, '"a<|end|>"'),
+    ):
+        grammar = made.compile(StructuredOutput(kind, json.dumps(form), "f"))
+        result = engine.generate("ab", grammar=grammar, temperature=0, max_new_tokens=40)
+        assert (result.text, result.finish_reason) == (wanted, "stop")
 
 
 class Careless:
