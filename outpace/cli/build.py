@@ -11,7 +11,7 @@ import typer
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, epilog, option, spread, writes_file
-from outpace.errors import ModelError, UnknownNameError
+from outpace.errors import ModelError, RequestError, UnknownNameError
 
 if TYPE_CHECKING:
     from outpace.models.text import Tokenizer
@@ -60,6 +60,8 @@ def _command(kind: str) -> Callable[..., None]:
         ),
         as_json: bool = AS_JSON,
     ) -> None:
+        if out is not None and out.exists() and any(one.exists() and out.samefile(one) for one in files):
+            raise RequestError(f"--out {out} is one of the files to read; name another file")
         make = registry.load("builder", kind)
         with show.progress(sum(file.stat().st_size for file in files), "bytes") as tick:
             path, tokens = make(files, _tokenizer(model), out, progress=tick)

@@ -132,6 +132,7 @@ def test_a_datastore_is_made_and_json_names_what_is_written(outpace, folder):
         (["bigram", "a.txt", "-m", "smollm2-135n"], "did you mean smollm2-135m"),
         (["bigram", "a.txt", "-m", "./nowhere"], "no model at ./nowhere"),
         (["datastore", "a.txt", "-m", "tiny"], "--out"),
+        (["datastore", "a.txt", "-m", "tiny", "--out", "a.txt"], "a.txt is one of the files to read"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
