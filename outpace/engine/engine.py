@@ -34,6 +34,7 @@ from outpace.models.base import Target
 from outpace.models.load import load_target
 from outpace.models.prompts import Prompt, as_prompts, as_reference, encode
 from outpace.params import SamplingParams
+from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
 from outpace.sampling import Warp
 from outpace.stops import StopChecker
@@ -65,6 +66,8 @@ class Engine:
         self.costs = Costs()
         """What passes and drafts cost, for policies; ``costs.start`` takes a measured curve."""
         self._methods: dict[str, Method] = {}
+        self._policies: dict[str, Policy] = {}  # of methods; they keep no engine alive
+        self._begun: Mapping[str, Any] = {}  # what policies had learned before
         self.cache = target.new_cache()
         """Keys and values of running sequences and conversations, one slot each."""
         keyed = registry.able("verifier", registry.REPRODUCES)[0].name
@@ -87,7 +90,7 @@ class Engine:
         drafter_anyway: bool = False,
         draft_model: str | None = None,
     ) -> Engine:
-        """Load a model and a drafter for it.
+        """Load a model and a drafter for it; what ``outpace tune`` measured is read when a policy asks.
 
         Args:
             model: a name (``smollm2-135m``), folder, GGUF file, hub id, or a transformers
@@ -105,8 +108,6 @@ class Engine:
             draft_model: name, folder or file of a smaller model with the same tokenizer, for `auto` to
                 draft with where that pays.
 
-        What ``outpace tune`` measured of the model here is read when a policy first asks for it.
-
         Raises:
             ModelError, UnknownNameError, SpecError: with one line that says what to do.
         """
@@ -122,21 +123,19 @@ class Engine:
         return engine
 
     def remember(self) -> None:
-        """Begin with what policies learned in earlier processes; keep what they learn when this one ends.
-
-        Counts of guesses are kept, and no text.
-        """
-        remember(self, self.target, self._methods)
+        """Begin with what policies counted in earlier processes; keep their counts when this one ends."""
+        self._begun = remember(self, self.target, self._policies)
 
     def method(self, spec: str | None = None) -> Method:
         """The drafter of a spec, loaded on first use and kept; None: the engine's own."""
         parsed = MethodSpec.parse(self.drafter if spec is None else spec)
         name = str(parsed)
         if name not in self._methods:
-            cls = registry.load("drafter", parsed.name)
-            picks = issubclass(cls, Method)  # among drafters
+            picks = issubclass(cls := registry.load("drafter", parsed.name), Method)  # among drafters
             made = partial(cls, find=self.method, draft_model=self.draft_model) if picks else SingleMethod
             self._methods[name] = made(parsed, self.target, self.allow_lossy, self.costs)
+            self._policies[name] = self._methods[name].policy
+            self._policies[name].recall(self._begun.get(name))
         return self._methods[name]
 
     @overload
@@ -441,9 +440,6 @@ class Engine:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every token that ends a text: the tokenizer's and the generation config's."""
-        ids: frozenset[int] = frozenset()
-        if self.target.tokenizer is not None:
-            ids |= self.target.tokenizer.eos_ids
-        if self.target.defaults is not None:
-            ids |= frozenset(self.target.defaults.eos_ids)
-        return ids
+        tokenizer, defaults = self.target.tokenizer, self.target.defaults
+        own = frozenset[int]() if tokenizer is None else tokenizer.eos_ids
+        return own if defaults is None else own | frozenset(defaults.eos_ids)

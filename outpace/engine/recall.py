@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
-from outpace.engine.method import Method
 from outpace.models.base import Target
 from outpace.models.measured import change, kept, merged
+from outpace.policies.base import Policy
 from outpace.policies.costs import Costs
 from outpace.types import CostCurve, KnownDrafter
 
@@ -30,29 +30,31 @@ def _drafters(data: Any) -> dict[str, KnownDrafter]:
     return {one["spec"]: KnownDrafter.from_json(one["known"]) for one in data["drafters"]}
 
 
-def remember(owner: object, target: Target, methods: Mapping[str, Method]) -> weakref.finalize[..., Any]:
-    """Give policies what they learned before; write what they know when their owner or the process ends.
+def remember(owner: object, target: Target, policies: Mapping[str, Policy]) -> Mapping[str, Any]:
+    """Give policies what they learned before, and write what they know when their owner or the process ends.
 
     Args:
         owner: the engine.
         target: of the engine.
-        methods: of the engine, those that it has now and those that it gets.
+        policies: by method spec, those that there are now and those that are put in later.
+    Returns: by method spec, what was learned before; empty until costs are first read.
     """
     begun: dict[str, Any] = {}
 
     def fill(costs: Costs) -> None:
         recall(target, costs)
         begun.update(kept("learned", target, "", dict) or {})
-        for spec, method in methods.items():
-            method.policy.recall(begun.get(spec))
+        for spec, policy in policies.items():
+            policy.recall(begun.get(spec))
 
-    for method in methods.values():
-        method.policy.costs.later(partial(fill, method.policy.costs))
-    return weakref.finalize(owner, _write, target, methods, begun)
+    for policy in policies.values():
+        policy.costs.later(partial(fill, policy.costs))
+    weakref.finalize(owner, _write, target, policies, begun)
+    return begun
 
 
-def _write(target: Target, methods: Mapping[str, Method], begun: Mapping[str, Any]) -> None:
+def _write(target: Target, policies: Mapping[str, Policy], begun: Mapping[str, Any]) -> None:
     """Keep what was learned since it ``begun``; else what is kept by now. At most 64 methods."""
-    now = {spec: found for spec, method in methods.items() if (found := method.policy.learned())}
+    now = {spec: found for spec, policy in policies.items() if (found := policy.learned())}
     if now:
         change("learned", target, lambda found: dict(list(merged(begun, now, found).items())[-64:]))

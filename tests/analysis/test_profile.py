@@ -1,4 +1,5 @@
 import dataclasses
+import gc
 import json
 import threading
 from functools import partial
@@ -285,19 +286,23 @@ def test_what_policies_learned_is_kept_for_the_next_process(engine):
     spec = "auto[drafters=suffix]"
     settings = {"max_new_tokens": 30, "ignore_eos": True, "allowed_tokens": frozenset({3, 4})}
     first = Engine(engine.target, "none")
-    ends = recall.remember(first, first.target, first._methods)
+    first.remember()
     first.generate([3, 4, 3, 4, 3, 4], drafter=spec, **settings)
     learned = first.method(spec).policy.learned()
     (kind,) = learned
     assert learned[kind]["suffix"][0]
-    ends()
-    second = Engine(engine.target, spec)
-    second.remember()
-    second.costs.kept("suffix")  # a policy asks what was learned with its first question
-    assert second.method(spec).policy.learned() == learned
+    del first
+    gc.collect()
+    for drafter in (spec, "none"):  # also by a method that is made after the first question
+        second = Engine(engine.target, drafter)
+        second.remember()
+        second.costs.kept("suffix")  # a policy asks what was learned with its first question
+        assert second.method(spec).policy.learned() == learned
     kept = next(measured.cache_folder().rglob("learned-*.json"))
     kept.write_text("{broken")
     Engine(engine.target, spec).remember()
+    del second
+    gc.collect()
 
 
 def test_of_two_that_end_each_keeps_what_the_other_learned(engine):
@@ -305,12 +310,13 @@ def test_of_two_that_end_each_keeps_what_the_other_learned(engine):
     spec = "auto[drafters=suffix]"
     settings = {"max_new_tokens": 30, "ignore_eos": True, "allowed_tokens": frozenset({3, 4})}
     both = [Engine(engine.target, "none") for _ in range(2)]
-    ends = [recall.remember(one, one.target, one._methods) for one in both]
+    for one in both:
+        one.remember()
     for one, temperature in zip(both, (0.0, 1.0), strict=True):
         one.generate([3, 4] * 4, drafter=spec, temperature=temperature, seed=1, **settings)
     greedy, drawn = (one.method(spec).policy.learned() for one in both)
-    for end in ends:
-        end()
+    del one, both
+    gc.collect()
     assert measured.kept("learned", engine.target, "", dict) == {spec: {**greedy, **drawn}}
     assert {*greedy} == {"greedy"} and {*drawn} == {"drawn"}
 
