@@ -3,8 +3,8 @@
 A page is 64 rows of a slot. The slots of a cache are equally long, so what they take is a
 rectangle: as many pages as the longest one needs, for each. Stored pages come on top, and go first
 when slots need their room. So the limit holds for what is allocated, and not only for what is in
-use: one long text among many short ones costs a row of pages for each of them, and where that does
-not fit, fewer run at a time. While the cache is made larger or smaller, both copies exist; caches
+use. One long text among many short ones costs a row of pages for each of them; where that does not fit,
+fewer run at a time. While the cache is made larger or smaller, both copies exist; caches
 of drafters are not counted. So the limit is a part of what is free, unless it is given.
 
 Where the size of a page is not known, slots take what they need, and only stored pages are bounded.
@@ -50,7 +50,7 @@ class Memory:
         slots: most that will be asked for.
         pages: limit of everything together; None: a share of what is free on the device now.
         stored: most pages kept for prompts that begin alike; None: some 512 MB; 0: none.
-        tail: rows that a pass may add to a slot beyond the pending one.
+        tail: guesses that a pass may add to a slot; what riders take beyond it is given back when idle.
         source_of: see `PrefixStore`.
 
     Raises:
@@ -123,6 +123,11 @@ class Memory:
             self.cache.close(slot)
             raise
         return slot
+
+    def trim(self) -> None:
+        """Give back what passes took beyond the limit, as for riders. No slot is in use."""
+        if self.pages is not None and self._allocated + len(self.store) > self.pages:
+            self.cache.resize(self.cache.slots, 0)
 
     def settle(self, running: Sequence[ActiveSequence]) -> bool:
         """Make room for the next pass of these; False if there are too many."""

@@ -34,7 +34,7 @@ from outpace.serving.openmp import let_go
 
 NONE = "none"
 TAIL = 64
-"""Rows that a pass may add to a slot, at least: guesses and riders."""
+"""Rows that a pass may add to a slot, at least."""
 
 
 def usual_chunk(target: Target) -> int:
@@ -312,6 +312,7 @@ class Service:
                 if self._closing:
                     return False
                 if not idle:
+                    self._memory.trim()
                     self._memory.check_integrity([])
                 idle = True
                 if not (self._learn() or self._waiting or self._closing):

@@ -517,6 +517,16 @@ def test_a_limit_must_leave_room_for_one(engine, pages):
         Service(engine, pages=pages, **PLAIN)
 
 
+def test_rows_beyond_the_limit_are_given_back(engine):
+    """Riders are more rows than guesses; the bookkeeping still holds when nobody asks any more."""
+    with Service(engine, drafters=("lookahead[window=60]",), pages=6) as service:
+        ids = [(7 * i) % 100 + 3 for i in range(service.longest - 60)]
+        heard = ask(service, ids, max_new_tokens=60, **GREEDY)
+        assert len(heard.result.tokens) == 60
+        until(lambda: not service._batch.running and service._memory._allocated <= 6)
+        assert ask(service, PROMPT, max_new_tokens=2, **GREEDY).result.tokens
+
+
 def test_closing_answers_what_was_asked_or_drops_it(engine):
     service = Service(engine, max_batch=1, **PLAIN)
     heard = [ask(service, PROMPT, max_new_tokens=5, **GREEDY) for _ in range(3)]
