@@ -146,13 +146,14 @@ def split_specs(text: str, mark: str = ",", *, empty: bool = False) -> list[str]
     return [spec.strip() for spec in specs if empty or spec.strip()]
 
 
-def build(config: type[C], options: Mapping[str, str], who: str) -> C:
+def build(config: type[C], options: Mapping[str, str], who: str, also: Sequence[str] = ()) -> C:
     """Make a frozen config from text options; unknown keys and bad values are errors.
 
     Args:
         config: a dataclass whose fields are int, float, bool, str, or ``X | None`` of these.
             Its ``REMEDY``, if any, says where to get a value that is missing.
         who: for messages, for example ``"drafter 'prompt_lookup'"``.
+        also: keys that are read elsewhere, for messages.
 
     Raises:
         UnknownNameError: a key that is no field.
@@ -163,7 +164,7 @@ def build(config: type[C], options: Mapping[str, str], who: str) -> C:
     values: dict[str, Any] = {}
     for key, text in options.items():
         if key not in fields:
-            raise UnknownNameError(f"setting of {who}", key, [*fields, *PLAN_KEYS])
+            raise UnknownNameError(f"setting of {who}", key, [*fields, *also])
         try:
             values[key] = _read(text, hints[key])
         except ValueError:

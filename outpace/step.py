@@ -159,10 +159,11 @@ def _plan(
     plans = machine.policy.plan(views, load)
     for view, plan in zip(views, plans, strict=True):
         asked, limit = plan.budget, view.limit
-        if asked.max_nodes > limit.max_nodes or asked.max_depth > limit.max_depth:
+        within = asked.max_nodes <= limit.max_nodes and asked.max_depth <= limit.max_depth
+        if not within or (asked.max_nodes and plan.drafter not in view.drafters):
             raise OutpaceError(
-                f"policy {type(machine.policy).__name__} broke its contract: it "
-                f"planned {asked} where {limit} was the limit"
+                f"policy {type(machine.policy).__name__} broke its contract: it planned {asked} of "
+                f"{plan.drafter} where {limit} of {', '.join(view.drafters)} was the limit"
             )
     return plans, views, made_B
 
@@ -254,9 +255,9 @@ def _report(
         part, seen, emitted = parts[i], _evidence(outcome), outcome.verdict.emitted
         counts = seen.drafted, seen.accepted, emitted, seen.depth, seen.censored
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
-    passed = sum(len(o.row_F) if o.forced else o.draft.num_rows for o in outcomes.values())
+    passed = sum(len(p.feed.token_J) if p.view is None else p.draft.num_rows for p in parts)
     spent = clock.seconds, passed, clock.passes, clock.draft_levels
-    prompt, context = all(o.forced for o in outcomes.values()), max([len(p.row.tokens) for p in parts])
+    prompt, context = all(p.view is None for p in parts), max([len(p.row.tokens) for p in parts])
     record = StepRecord(machine.steps - 1, tuple(records), *spent, prompt, context, clock.preview)
     for listener in machine.listeners:
         listener(record)

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from typing import Any
 
 from outpace import registry
-from outpace.config import MethodSpec, build
+from outpace.config import PLAN_KEYS, MethodSpec, build
 from outpace.drafters.base import Drafter, Request
 from outpace.errors import SpecError
 from outpace.machine import Member
@@ -149,7 +149,7 @@ class SingleMethod(Method):
             )
         if chain and branches:
             raise SpecError(f"{who}: {target.name} checks chains only, not tree={tree}; use tree=chain")
-        self.drafter = cls.load(build(cls.Config, own, who), target)
+        self.drafter = cls.load(build(cls.Config, own, who, PLAN_KEYS), target)
         traits = self.drafter.traits
         if not traits.lossless and not allow_lossy:
             raise _lossy(f"{who}: {spec}")

@@ -8,9 +8,9 @@ Members are loaded when the first request comes, so that an engine with `auto` i
 its target is; with a draft model of the user's, when the engine is. All of them follow the text from
 its beginning, whoever drafts; a member that was not picked costs that much and no more.
 
-Lookups that nobody asked for, and trees that grow by price, may be larger than by themselves. The policy
-knows what a row costs here: it cuts a draft that does not pay, but cannot make one longer. Of those lookups,
-one that cannot tell what it would propose has to be tried like a trained drafter, and stands in for such.
+Lookups that `auto` adds itself, and dynamic trees, have larger budgets than when they are named alone. The
+policy knows what a row costs here: it can shorten a draft, not lengthen one. A lookup without previews has
+to be tried like a trained drafter. It takes part only where all others preview.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from outpace import registry
-from outpace.config import MethodSpec, build, split_specs
+from outpace.config import PLAN_KEYS, MethodSpec, build, split_specs
 from outpace.drafters.base import Traits
 from outpace.drafters.trained import CONFIG, candidates, home, read_measured, taught
 from outpace.engine.method import Method, SingleMethod
@@ -87,7 +87,7 @@ class Portfolio(Method):
                 f"eagle3[{setting}], or write {spec.name}[drafters=eagle3[{setting}]]"
             )
         self.spec = str(spec)
-        self.config = build(PortfolioConfig, own, who)
+        self.config = build(PortfolioConfig, own, who, PLAN_KEYS)
         self.verifier: Verifier = registry.make("verifier", "tree")
         self.policy: Policy = registry.make("policy", plan.get("policy", spec.name))
         if self.policy.reads_estimates:

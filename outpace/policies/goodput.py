@@ -44,12 +44,18 @@ class Goodput(Policy):
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some microseconds per drafter and depth, once for all sequences."""
-        best = pick(self, {name: self._chance(name) for name in rows[0].drafters}, rows[0].drafters, load)
+        drafters = {name: own for row in rows for name, own in row.drafters.items() if own.max_nodes}
+        best = pick(self, {name: self._chance(name) for name in drafters}, drafters, load)
         if best is None:
             return [Plan("none", NOTHING)] * len(rows)
-        name, nodes, depth = best
-        shape = rows[0].drafters[name].shape
-        return [Plan(name, within(Budget(nodes, depth, shape=shape), row.limit)) for row in rows]
+        return [self._one(row, *best) for row in rows]
+
+    def _one(self, row: PolicyRow, name: str, nodes: int, depth: int) -> Plan:
+        own = row.drafters.get(name)
+        if own is None:
+            return Plan("none", NOTHING)
+        asked = Budget(nodes, depth, own.max_rows, shape=own.shape)
+        return Plan(name, within(within(asked, own), row.limit))
 
     def _chance(self, name: str) -> float:
         if name not in self._kept:

@@ -23,9 +23,16 @@ class TwoLinesConfig:
     batch: int = 4
     """Largest batch for which anything is drafted."""
 
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.sure <= 1.0:
+            raise ValueError(f"sure must be between 0 and 1, got {self.sure}")
+        for name, value in (("depth", self.depth), ("batch", self.batch)):
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+
 
 class TwoLines(Policy):
-    """Follows two lines."""
+    """Drafts with a lookup that is sure enough, else with the first drafter that does not preview."""
 
     Config = TwoLinesConfig
     config: TwoLinesConfig

@@ -1,10 +1,12 @@
 import pytest
 
 from outpace.config import build
-from outpace.errors import SpecError
+from outpace.errors import SpecError, UnknownNameError
+from outpace.policies.base import PolicyRow
 from outpace.policies.goodput import Goodput, GoodputConfig
 from outpace.policies.two_lines import TwoLines, TwoLinesConfig
-from tests.policies.simulator import PASS, Fake, Simulator, best_fixed, rate
+from outpace.types import NOTHING, Budget, Load
+from tests.policies.simulator import CURVE, PASS, Fake, Simulator, best_fixed, rate
 
 
 class Blind(Goodput):
@@ -62,6 +64,24 @@ def test_two_lines_ask_a_sure_lookup_then_another_then_nobody():
     assert all(one.drafter == "none" for one in Simulator(TwoLines(TwoLinesConfig()), sure).step(batch=9))
 
 
-def test_bad_settings_are_refused():
-    with pytest.raises(SpecError, match="must be in"):
-        build(GoodputConfig, {"weight": "2"}, "policy 'goodput'")
+def test_who_may_not_have_the_best_drafter_gets_no_draft():
+    """A request under rules has a drafter more than its neighbour, or one that may not draft yet."""
+    policy, fake = Goodput(GoodputConfig()), Fake([0.9])
+    policy.costs.start(CURVE)
+    limit = Budget(9, 9)
+    rows = [PolicyRow(None, own, limit, None) for own in ({"m": fake.budget}, {"x": NOTHING}, {"m": NOTHING})]
+    for order in (rows, rows[::-1]):
+        nodes = [one.budget.max_nodes for one in policy.plan(order, Load(3, 64))]
+        assert nodes[order.index(rows[0])] > 0 and sum(n > 0 for n in nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "key", "value"),
+    [(GoodputConfig, "weight", "2"), (TwoLinesConfig, "sure", "7"), (TwoLinesConfig, "depth", "-1")],
+)
+def test_bad_settings_are_refused(config, key, value):
+    with pytest.raises(SpecError, match=f"{key} must be .*{value}"):
+        build(config, {key: value}, "the policy")
+    with pytest.raises(UnknownNameError) as error:
+        build(config, {"foo": value}, "the policy")
+    assert "verifier" not in str(error.value)
