@@ -61,7 +61,7 @@ class StepClock:
         self._then = self._now()
 
     def previewed(self) -> None:
-        """Say that the drafts that a policy is shown are made."""
+        """Note how long previews took, now that they are made."""
         self.preview = time.perf_counter() - self._then[0]
 
     def lap(self, verb: str) -> None:

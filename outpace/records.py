@@ -14,7 +14,7 @@ class Load:
     batch: int
     """Sequences in this step."""
     context: int
-    """Longest committed length among them, tokens."""
+    """Longest text among them, tokens: the pending one counts, and of a prompt also what is not read yet."""
     beside: int = 0
     """Rows of the pass that belong to sequences under other policies."""
 
@@ -67,7 +67,7 @@ class StepRecord:
     prompt: bool = False
     """Whether the step fed prompts."""
     context: int = 0
-    """Longest committed length among the sequences, tokens."""
+    """Longest text among the sequences, tokens; see ``Load``."""
     preview_seconds: float = 0.0
     """Seconds of plan in which lookups made the drafts that the policy is shown."""
 

@@ -127,6 +127,8 @@ async def _questions(plan: Plan, server: Server) -> list[Question]:
             try:
                 counts.append(await _count(server, body, context))
             except Refused:
+                if counts:
+                    raise
                 chats = False  # no template: its bare text then
         if not chats:
             body = {"prompt": "\n".join(message["content"] for message in prompt.messages)}

@@ -68,8 +68,8 @@ class Traits(Scale):
     lossless: bool = True
     """Whether verification sees all of the text; not if drafts bring a view for it (``Draft.view``)."""
     doubts: Callable[[Scored, Sequence[int]], int] | None = None
-    """Says, by a pass's features and the nodes kept, how many of its tokens come before one that ends the
-    text, or more than there are; not lossless."""
+    """Told of a pass and the nodes kept, gives how many of its tokens come before the first one that the
+    drafter doubts. The text ends with that one; a larger number means none. Not lossless."""
     for_rules: bool = False
     """Whether it takes part only where a grammar, or a budget of thinking, says what may follow."""
     deterministic: bool = True

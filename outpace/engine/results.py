@@ -71,7 +71,7 @@ class Result:
     prompt_tokens: int
     counters: Counters
     seconds: float
-    """From the start of the request's batch to its last token."""
+    """From when its sequence was opened, behind the queue, to its last token."""
     prefill_seconds: float
     """To its first token."""
     drafter: str

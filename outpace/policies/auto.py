@@ -83,7 +83,7 @@ class Auto(Policy):
         self._tried: dict[str, int] = {}
         self._told: set[str] = set()  # drafters that preview
         self._seconds: dict[tuple[int, ...], tuple[int, Seconds]] = {}  # with the step until which they hold
-        self._pace = 0  # of the last step, as it was planned
+        self._pace = 0  # planned throughput of the last step, see ``Seconds.at``
 
     def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> State:
         """Nothing is known of the sequence but what others of its kind taught."""

@@ -38,9 +38,9 @@ fifth of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of t
 
 
 class Line:
-    """y = a * u + b * v, at first with these a and b / a. While v does not vary, b keeps its ratio to a.
+    """y = a * u + b * v by least squares that forget, at first with these ``a`` and ``ratio`` = b / a.
 
-    Where a is None the first step says it.
+    Without ``a`` the first step sets it. While v does not vary, b / a stays.
     """
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:

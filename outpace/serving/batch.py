@@ -1,8 +1,8 @@
 """The batch of a service: answers enter, run, lose their memory and get it back, end.
 
-It belongs to one thread. What fails in one answer (its listener, its drafter, its sampling) ends
-that answer alone: after an error in a pass the sequences go on one by one, and the one
-that fails by itself has failed. What fails when an answer is there already is said in the log.
+It belongs to one thread. An error in one answer (its listener, its drafter, its sampling) ends that answer
+alone. After an error in a pass the sequences go on one by one, and whichever fails alone is at fault. An
+error behind a complete answer goes to the log.
 """
 
 from __future__ import annotations

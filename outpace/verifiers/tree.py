@@ -6,10 +6,9 @@ kept, and the walk moves to it, with probability min(1, p(x) / q(x)); refused, i
     p <- norm([p - q]_+)
 
 for the next. If none is kept, the extra token is drawn from what is left. One trial does not
-change the distribution of the token at its position (`chain` has the two lines of proof), and given that
-the draws so far were refused, the rest is the same problem with the p that they left; so the distribution
-is p for any number of draws, of any kinds mixed under one parent, as long as each q is the distribution of
-its draw given the draws before it:
+change the distribution of the token at its position (`chain` has the two lines of proof). After a refusal
+the rest is the same problem, with the p that it left. So the distribution is p for any number of draws,
+also of mixed kinds under one parent. Each q has to be the distribution of its draw given the draws before it:
 
     CHOSEN           q one-hot at x: kept with p(x), else x is struck from p
     IID              the same q every time; a repeated draw tries the same node again

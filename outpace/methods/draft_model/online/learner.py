@@ -236,7 +236,8 @@ class OnlineLearner:
             that begin later have it already.
 
         Raises:
-            OSError: a version cannot be written; all is as if the round had not been.
+            OSError: a version cannot be written. The old one drafts on; what was learned stays, and is
+                judged again after the next round.
         """
         began = self._now()
         version = None
