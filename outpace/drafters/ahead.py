@@ -112,8 +112,9 @@ class WarpAhead(Warp):
     def law(self, logits_V: Tensor, path: Sequence[int] = (), id_V: Tensor | None = None) -> Law:
         """The distribution after the guesses so far and ``path``."""
         if self.greedy and not self._base.greedy:
-            (((token,),), _) = self.ranking(logits_V[None], [path], 1, id_V)
-            return Law.one_hot(token, logits_V.dtype)
+            (best,), _ = self.ranking(logits_V[None], [path], 1, id_V)
+            any_one = 0 if id_V is None else int(id_V[0])  # where nothing may follow, see ``Warp.guess``
+            return Law.one_hot(best[0] if best else any_one, logits_V.dtype)
         return self._base.guess(logits_V, (*self._path, *path), id_V)
 
     def ranking(

@@ -181,6 +181,28 @@ def test_a_draft_may_go_where_there_is_no_distribution(drafter):
         assert found.tokens == plain.tokens
 
 
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        "triforce[budget=4 chunk=1 window=2 verifier=match]",
+        "cascade[levels=draft_model[model=tiny layers=1]+max_gram k=3,2/2 verifier=match]",
+    ],
+)
+def test_a_level_may_go_where_there_is_no_distribution(drafter):
+    """It chooses its guesses: of no tokens none is the likeliest."""
+    engine = Engine.load("tiny", dtype="float32", drafter=drafter)
+    few, stop = {93, 98, 101, 123, 125, 131}, {125}
+    settings = {
+        "temperature": 1.5,
+        "processors": [blind(stop)],
+        "stop_token_ids": stop,
+        "allowed_tokens": few,
+    }
+    for seed in range(12):
+        result = engine.generate([101, 101, 93] * 4 + [101, 101], seed=seed, max_new_tokens=20, **settings)
+        assert result.finish_reason in ("stop", "length") and few.issuperset(result.tokens)
+
+
 @pytest.mark.parametrize("settings", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_only_the_broken_sequence_of_a_batch_fails(settings):
     engine = Engine(Breaks(BROKEN["one nan"]), drafter="none")
