@@ -61,7 +61,7 @@ static int compare_ranks(const void *a, const void *b) {
 }
 
 /* Leave those entries, in rising order, that are among the best: of which all before weigh less than p, and that
-   reach a bound. */
+   reach a bound. The best one stays, also where p is too small for a number. */
 static int64_t cut_best(const float *x, int64_t count, int64_t *at, const float *prob, double p, float bound) {
     uint64_t *rank = malloc(8 * count);
     int64_t keep = 0, kept = 0;
@@ -71,7 +71,7 @@ static int64_t cut_best(const float *x, int64_t count, int64_t *at, const float 
     qsort(rank, count, 8, compare_ranks);
     for (; keep < count; keep++) {
         const int64_t i = (int64_t)(rank[keep] & UINT32_MAX);
-        if (!(above < p) || !(x[i] >= bound)) break;
+        if (keep && (!(above < p) || !(x[i] >= bound))) break;
         above += prob[i];
     }
     for (int64_t i = 0; i < count; i++)

@@ -73,6 +73,13 @@ def test_columns_have_tokens():
     assert found.ids.tolist() == [2, 0] and found.prob_S.tolist() == [0.5, 0.5]
 
 
+def test_the_best_stays_where_top_p_is_too_small_for_a_number():
+    x_V = torch.tensor([0.0, 3.0, 1.0, 3.0] + [2.0] * 9)
+    for top_k in (0, 2):
+        found = draws.truncate(x_V, 50.0, top_k, 5e-324, 0.0)
+        assert found is not None and found[0].tolist() == [1]
+
+
 def test_a_row_without_a_distribution_has_none():
     for wrong in (math.nan, math.inf):
         assert draws.truncate(torch.tensor([0.0, wrong]), 1.0, 1, 0.5, 0.0) is None
