@@ -63,6 +63,8 @@ class Grammars:
         if fault and not fault.startswith("WARNING"):
             raise RequestError(f"{form.source} cannot be used: {_brief(fault)}")
         start = self._library.LLMatcher(self._tokenizer, text, log_level=0)
+        if start.is_error():
+            raise RequestError(f"{form.source} cannot be used: {_brief(start.get_error())}")
         first = start.deep_copy()
         first.compute_bitmask()  # which fails where nothing satisfies it
         if first.is_error():

@@ -81,8 +81,7 @@ class Memory:
         self.store = PrefixStore(cache, stored if pages is None else min(stored, pages), source_of)
         if pages is not None and pages < self._needs(1):
             raise RequestError(f"pages must be at least {self._needs(1)}, got {pages}")
-        if pages is not None and self._allocated > pages:
-            cache.resize(cache.slots, 0)
+        self.trim()
 
     @property
     def longest(self) -> int | None:
