@@ -2,11 +2,11 @@
 
 For drafts that are verified on their own level the chance is a function of p, q and the number of
 draws. It is exact here, but for three and more draws without replacement, where what is left of
-q depends on what was drawn: there it is the mean over sampled paths of refusals, each weighed
+q depends on what was drawn. There it is the mean over sampled paths of refusals, each weighed
 exactly.
 
-``measure`` takes p and q from a model and a drafter: at every position of texts that the model
-generates plainly, the distribution that the drafter would have drawn from and the distribution of the target.
+``measure`` takes p and q from a model and a drafter, at every position of texts that the model
+generates plainly. There p is the target's distribution, and q the one that the drafter would have drawn from.
 
 Shape letters: V vocabulary, S support of q.
 """

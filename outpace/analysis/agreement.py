@@ -1,8 +1,8 @@
 """Fast verifiers against their oracles: the same coins must give the same verdicts.
 
 Both read the same float32 distributions, but the oracle computes in float64. A coin that lies within
-rounding distance (about 1e-7) of a threshold may thus decide otherwise; with the fixed seeds used
-here none does, and with others one in a million would.
+rounding distance (about 1e-7) of a threshold may thus decide otherwise. With the fixed seeds used
+here none does; with others one in a million would.
 
 Shape letters: V vocabulary.
 """

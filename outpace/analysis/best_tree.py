@@ -6,9 +6,9 @@ node, a node is reached with probability
     value(node) = a[b1] * a[b2] * ...       b1, b2, ...: the ranks along its path
 
 and a pass emits 1 + the sum of the values of all nodes. The dynamic program finds the tree with
-the largest sum for every number of nodes and levels at once: a node with b children takes its
-first b - 1 children and what hangs below them from a smaller tree, and the b-th child is the root
-of another one.
+the largest sum for every number of nodes and levels at once. It builds a node with b children from
+two trees. The first is smaller: the node, its first b - 1 children, and what hangs below them. The
+second has the b-th child as its root.
 
 Sources: Sequoia, arXiv:2402.12374 (F, G and the hardware-aware choice of the size).
 

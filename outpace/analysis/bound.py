@@ -1,24 +1,24 @@
 """The most that any lossless verifier can keep of k drafts for one position.
 
-Keeping a draft means to couple the target's token with the k drafts so that it is among them; the
+Keeping a draft means to couple the target's token with the k drafts so that it is among them. The
 largest probability of that is an optimal transport. Its dual asks for a set H of tokens:
 
     1 + min over H of P(H) - Q(H),      P(H) = p(H),  Q(H) = Pr(all k drafts lie in H)
 
 For draws from q, with and without replacement, the best H is a prefix of the tokens sorted by
-falling q / p (their distributions are q-convex: along a chain of sets, the growth of Q per unit of q does
-not fall). Greedy drafts with one random sibling, and chosen ones, have closed forms.
+falling q / p. Their distributions are q-convex: along a chain of sets, the growth of Q per unit of q does
+not fall. Greedy drafts with one random sibling, and chosen ones, have closed forms.
 
 With replacement Q(H) is q(H)^k. Without, let a clock ring at rate q for every token; the draws are
 the first k to ring. If E_m is the m-th elementary symmetric polynomial,
 
     1 - Q(H) = (1 - q(H)) int_0^inf exp(-t) (E_0 + ... + E_{k-1})(exp(q_i t) - 1 : i in H) dt.
 
-The few tokens with a large q enter one by one, the others through their power sums, whose prefix
-sums serve every t; the integral is a double exponential rule of 40 to 100 nodes. Q is needed at
-few prefixes: between two of them P lies above its tangent and Q, which is convex in q(H), below
-its chord, and where that cannot beat the least value known nothing is looked at. The result is off
-by less than 1e-8.
+The few tokens with a large q enter one by one. The others enter through their power sums, whose
+prefix sums serve every t. The integral is a double exponential rule of 40 to 100 nodes. Q is
+needed at few prefixes. Between two of them P lies above its tangent, and Q, which is convex in
+q(H), below its chord. Where that cannot beat the least value known, nothing is looked at. The
+result is off by less than 1e-8.
 
 Shape letters: V vocabulary, S support of q, C prefixes, G nodes of the rule, R powers, N draws.
 Paper: Hu et al. 2025, arXiv:2502.18779 (p target, q draft); the integral is derived here.

@@ -6,7 +6,7 @@
     4 hardware       where it does not, by how much the two tokens differ      here
 
 Level 3 is a promise of targets whose rows do not depend on the pass they are in
-(``Target.equal_rows``): of the own decoder on a CPU, in every dtype. Elsewhere rounding differs
+(``Target.equal_rows``). The own decoder gives it on a CPU, in every dtype. Elsewhere rounding differs
 between a pass over one row and a pass over many, in float32 too; then level 4 measures it.
 """
 

@@ -3,8 +3,8 @@
     curve = curve_for(target, measure_if_missing=True)
     curve.ratio(rows=16, context=300)     what 15 guesses cost, in passes over one row
 
-Every figure is a median, after a warm-up, of measurements in turns: each round visits every point
-once, in alternating order, so that a machine that slows down does so for all of them.
+Every figure is a median, after a warm-up, of measurements in turns. Each round visits every point
+once, in alternating order. So a machine that slows down does so for all of them.
 
 What was measured is kept in the user's cache folder, a file per model, dtype, threads, machine and
 version. Files are replaced as a whole, so that several processes may share the folder.

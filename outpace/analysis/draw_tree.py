@@ -1,7 +1,7 @@
 """Drawing what ``outpace.analysis.picture`` saw: as lines of text and as SVG.
 
-The tree grows to the right and its accepted path comes first, so that it runs straight along the
-top: reading the top row gives the text that a pass emits. What hangs below was guessed in vain.
+The tree grows to the right. Its accepted path comes first, so that it runs straight along the
+top. The top row thus reads as the text that a pass emits. What hangs below was guessed in vain.
 
 Nothing is fetched: styles stand in the document, and fonts are the reader's own.
 """

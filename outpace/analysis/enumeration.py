@@ -2,9 +2,9 @@
 
 A coin is a uniform on [0, 1), named as `KeyedCoins` names it. What a run learns about it is the
 interval in which it lies. ``flip(0.3)`` cuts that interval at 0.3, ``choose`` at the cumulative
-edges of its distribution; the run goes on in one part, and is started again for the others. The weight of
-a run is the product of the shares taken, so the weights add up to 1, and a coin that is used
-twice is the same uniform twice: correlated, exactly as it would be in production.
+edges of its distribution. The run goes on in one part, and is started again for the others. The weight of
+a run is the product of the shares taken, so the weights add up to 1. A coin that is used twice is the same
+uniform twice, so both uses are correlated, exactly as they would be in production.
 
     u  0 ------ 0.3 ------------------------ 1      flip(0.3): two runs, weights 0.3 and 0.7
                  |------- 0.5 --|------------|      then choose([.5, .5]) with the same coin, in
@@ -86,12 +86,15 @@ def fates(run: Callable[[Fate], T], known: Mapping[Coin, Interval] | None = None
 class EnumeratingCoins(Coins):
     """Coins whose uniforms are enumerated; names, and so reuse, as in `KeyedCoins`.
 
-    A race is represented by one uniform per absolute position: the winner is its inverse under
-    the distribution function of the distribution, the runners-up follow in cyclic order of their ids.
-    That is another coupling of draft and target than Gumbel noise, with other acceptance. What
-    the distribution of the output rests on is the same in both: given its position's coin the winner is
-    a function of the distribution, it has that distribution over the coin, coins of different positions are
-    independent, and the same position gives the same coin at every step and to every user.
+    A race is represented by one uniform per absolute position. The winner is its inverse under the
+    distribution function. The runners-up follow in cyclic order of their ids. That is another coupling of
+    draft and target than Gumbel noise, with other acceptance. What the distribution of the output rests on
+    is the same in both:
+
+    - Given the coin of its position, the winner is a function of the distribution.
+    - Over the coin, the winner has that distribution.
+    - Coins of different positions are independent.
+    - The same position gives the same coin at every step and to every user.
     """
 
     fate: Fate

@@ -7,7 +7,7 @@
 
 A stretch is a run of steps in which the same drafter guessed; where whoever was asked had nothing
 to say, nobody did. The speed of plain decoding is what the policy expected of it
-(``Choice.rates``); for policies that give no reasons, it is the median of this answer's own steps
+(``Choice.rates``). For policies that give no reasons, it is the median of this answer's own steps
 that had one row, if there were enough of them.
 """
 

@@ -1,7 +1,7 @@
 """Every rule by which a draft grows, under every verifier that may judge it: one step, counted exactly.
 
 A growth is a budget (its shape and its stop rule) in the hands of the code that grows drafts in
-production; only the drafter's distributions are a table. What is drawn, and how many, is decided
+production. Only the drafter's distributions are a table. What is drawn, and how many, is decided
 there, so this is where a number of siblings that depends on the draws would show.
 """
 

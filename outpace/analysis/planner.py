@@ -1,9 +1,9 @@
 """Which drafter to train: size x tokens -> loss -> acceptance -> speed-up on a device.
 
-law      loss from weights and tokens       (scaling.py, fitted)
-bridge   acceptance from loss               (scaling.py, fitted)
-device   cost of a level and of a pass      (prediction)
-length   the chain that gains most          (prediction/speedup.py)
+- law: loss from weights and tokens (scaling.py, fitted)
+- bridge: acceptance from loss (scaling.py, fitted)
+- device: cost of a level and of a pass (prediction)
+- length: the chain that gains most (prediction/speedup.py)
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@
     save(engine.target, profile)
 
 Drafters answer the same prompts in turns, each with its own budget. From their steps come what a
-draft costs, what is kept of it by depth, and the speed-up to expect if drafts were cut at depth d:
+draft costs and what is kept of it by depth. So does the speed-up to expect if drafts were cut at depth d:
 
     tokens(d)  = sum over steps of 1 + min(accepted, d)
     seconds(d) = sum over steps of a pass over 1 + nodes(d) rows, d levels of drafting, and the rest
 
 Passes are priced by the cost curve, times one factor by which plain steps differed from it. A draft
-that is cut is taken to keep what the whole one kept so far; that it would have been followed by
+that is cut is taken to keep what the whole one kept so far. That it would have been followed by
 other drafts is left out.
 
 Files lie beside those of the cost curves, and like them are replaced as a whole.
@@ -52,7 +52,7 @@ _NOISE = 0.03
 class Learned:
     spec: str
     speedup: float
-    """Decode tokens per second over those of plain decoding, mean over prompts, as measured; what
+    """Decode tokens per second over those of plain decoding, mean over prompts, as measured. What
     steps took beyond STALL times their answer's median step is left out on both sides."""
     mean_emitted: float
     drafted: int

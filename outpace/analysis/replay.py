@@ -5,7 +5,7 @@
     best_choice(device, walks, batch=...)   the best fixed rule in hindsight
 
 The policy plans, the recorded text says what would have been drafted and accepted, and the device says
-what the step takes. The policy is told noisy seconds, as on a real machine; the score adds up the
+what the step takes. The policy is told noisy seconds, as on a real machine. The score adds up the
 expected ones, so that two policies are compared without noise. Nothing here is read by a policy.
 
 Shape letters: R row counts.

@@ -10,13 +10,13 @@ than reading. Keys and values are read once per sequence: they are not shared by
 
 Where reading and computing do not overlap, their times add up instead; ``Device.overlaps`` says
 where they do. `outpace.analysis.prediction.calibration` fits a device to
-passes that were timed. ``measure_device`` measures the two numbers of this machine: with them and
+passes that were timed. ``measure_device`` measures the two numbers of this machine. With them and
 an overhead of 0 this is about the least that a pass can cost. Traffic between caches and
 communication are not modelled. Of a mixture of experts a pass reads those that its rows are expected to
-choose, if each row chooses evenly and by itself; rows of one text may choose more alike.
+choose, if each row chooses evenly and by itself. Rows of one text may choose more alike.
 
-Source: LLM-Viewer, arXiv:2402.16363, with two operations per multiply-add in the head as well, the
-key-value heads' own count, the MLP's own width, and the head's rows and tying counted.
+Source: LLM-Viewer, arXiv:2402.16363. Here the head has two operations per multiply-add as well, and its rows
+and tying are counted. Key-value heads have their own count, and the MLP its own width.
 """
 
 from __future__ import annotations

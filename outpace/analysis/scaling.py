@@ -8,8 +8,8 @@ Both terms fall with the same exponent, so that all models of one M lie on one l
 exponent the law is linear in E, A and B: these are solved for, without negative ones, and the exponent
 is searched. Five points are the fewest, which leaves one degree of freedom; hence the intervals.
 
-From loss to acceptance there is a bridge: with the KL divergence of target and drafter as the loss,
-1 - acceptance is at most sqrt(KL / 2) (Pinsker), and a power of KL is fitted here:
+From loss to acceptance there is a bridge. With the KL divergence of target and drafter as the loss,
+1 - acceptance is at most sqrt(KL / 2) (Pinsker). A power of KL is fitted here:
 
     acceptance = 1 - k * KL^v
 

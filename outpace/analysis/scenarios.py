@@ -1,8 +1,8 @@
 """Scenarios in which policies are judged: devices, batches, and requests made of recorded texts.
 
-The devices are examples of kinds of machines, not measurements of one: a CPU whose rows are dear, one
-whose first rows are free, matrix units, an accelerator whose cost is flat, a CPU that stalls, and one that
-starts slowly.
+The devices are examples of kinds of machines, not measurements of one. There are CPUs whose rows are dear,
+whose first rows are free, that stall, that start slowly, or that take rows one by one. Besides, there are
+matrix units, and an accelerator whose cost is flat.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ A case is a request: prompt, sampling settings, drafter, budget, policy, verifie
 can fall. Drafter and policy read what was refused and change their behaviour, which is where a
 coin that is used twice shows.
 
-States that agree in tokens, drafter, policy and in what is known of coins that later steps can
-meet are merged; a coin named after an earlier pending position cannot be met again.
+States are merged if they agree in tokens, drafter, policy and in what is known of coins that later
+steps can meet. A coin named after an earlier pending position cannot be met again.
 """
 
 from __future__ import annotations

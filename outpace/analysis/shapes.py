@@ -185,7 +185,7 @@ class _Alone:
         return self._rows[ids]
 
     def copy(self, ids: Ids, cache: KVCache, slot: int, piece: int = PAGE) -> None:
-        """Put the beginning of a text into an empty slot, with the keys that it has here; where
+        """Put the beginning of a text into an empty slot, with the keys that it has here. Where
         they cannot be copied it is read, alone, in pieces.
         """
         if cache.copies and ids:

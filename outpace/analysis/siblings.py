@@ -1,8 +1,8 @@
 """How often the first, second, ... sibling of a node is the one accepted, and the best tree for it.
 
 These are the numbers that the best template follows from (``outpace.analysis.best_tree``). They are
-counted below the pending token, where every pass of a real run looks: the drafter draws so many
-siblings as it would in any tree, and the verifier judges them.
+counted below the pending token, where every pass of a real run looks. The drafter draws siblings
+as it would in any tree, and the verifier judges them.
 """
 
 from __future__ import annotations
@@ -146,7 +146,7 @@ def find(
     Args:
         depth: most levels.
         nodes: guesses; None: as many as pay on this machine, by the measured costs of a pass and
-            of a level of drafts, which are measured if they are not known.
+            of a level of drafts. Costs that are not known are measured.
         note: told, in one line, of costs that cannot be read or kept.
 
     Raises:

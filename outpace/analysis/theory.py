@@ -1,7 +1,7 @@
 """What a cascade should gain: expected tokens and cost per pass of the target.
 
-The number X of tokens that a step emits from a draft of k tokens, each accepted with probability
-a given that those before it are, has the generating function
+A step emits X tokens from a draft of k tokens, each accepted with probability a given that those
+before it are. X has the generating function
 
     phi(x) = E[x^X] = 1 + (x - 1) (1 - (a x)^(k + 1)) / (1 - a x),      P(X > j) = a^j, j <= k
 
@@ -11,13 +11,13 @@ and from it follows all that can be written in closed form, with costs c in pass
     vertical     E = (1 - a phi(a)^n) / (1 - a), phi of (a', k)          cost 1 + n c1 + n k c2
     horizontal   E = 1 + sum_i prod_(j <= i) a_j                         cost 1 + sum_i c_i
 
-A real cascade counts tokens and not steps, acceptance changes along a draft, and a pass over many
-rows costs more than one over a single row. `predict` therefore computes the exact distributions of the
-numbers of tokens, level by level from the bottom up, from survival curves (``S[j]``: the
-probability that the first j tokens of a level's part are accepted) and measured costs.
+A real cascade counts tokens and not steps, and acceptance changes along a draft. A pass over many rows
+costs more than one over a single row. `predict` therefore computes the exact distributions of the
+numbers of tokens, level by level from the bottom up. It takes measured costs and survival curves:
+``S[j]`` is the probability that the first j tokens of a level's part are accepted.
 
-Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, theorems 4.2 to 4.5
-(alpha and c as there; the renewal distribution of the token counts is ours).
+Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, theorems 4.2 to 4.5. The
+letters alpha and c are as there; the renewal distribution of the token counts is ours.
 """
 
 from __future__ import annotations

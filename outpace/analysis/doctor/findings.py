@@ -140,7 +140,7 @@ class Diagnosis:
 
 
 EXPECTED = 0.7
-"""Share of the acceptance of held-out training text that other prompts may be expected to give: the
+"""Share of the acceptance of held-out training text that other prompts may be expected to give. The
 shipped drafters keep 0.8 to 1.0 of it on the built-in prompts."""
 
 

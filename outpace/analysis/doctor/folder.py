@@ -106,8 +106,8 @@ def _check_numbers(tensors: Mapping[str, Tensor], to: Diagnosis) -> None:
 _CHANCE = 0.3
 """Cosine that unrelated rows do not reach: shipped heads have 0.50 to 0.59, random ones 0.16."""
 HUGE = 1e4
-"""Weights of a sound drafter are below 100; two numbers of this size in one product, over thousands of
-inputs, leave float16, and a few layers of them leave bfloat16."""
+"""Weights of a sound drafter are below 100. Two numbers of this size in one product, over thousands of
+inputs, leave the range of float16. A few layers of them leave that of bfloat16."""
 
 
 def _check_vocabulary(

@@ -9,8 +9,8 @@ An operator takes
     overhead    of every operator
 
 Reading and arithmetic take the longer of both or their sum; both are tried. Quantized weights are widened
-once for each tile of rows. One pass is over the model's first layers alone: what it shares with a whole pass
-is no work of layers, and a drafter is a small model. Speeds are fitted by least squares of relative errors,
+once for each tile of rows. One pass is over the model's first layers alone. What it shares with a whole pass
+is no work of layers; and a drafter is a small model. Speeds are fitted by least squares of relative errors,
 all of them positive. What a step of plain decoding does outside of its pass is timed as well.
 
 Shape letters: P points, K what costs time.
@@ -116,7 +116,7 @@ def calibrated(
         note: told of a file that cannot be used.
 
     Effects: keeps the times in the cache folder. A file of another machine, version or number of
-    threads, or one that was changed, is not used; the fit is made anew from the times.
+    threads, or one that was changed, is not used. The fit is made anew from the times.
     """
     made = False
 

@@ -2,9 +2,9 @@
 
     speed-up = E[tokens] / (c * levels + v(rows))
 
-c is the cost of a level of the draft and v that of the pass that checks it, both in steps of plain decoding,
-work outside of passes included. Where all guesses are kept, a draft model has not read the last one: the next
-draft begins with two rows. E is 1 and the probabilities that each guess is kept:
+c is the cost of a level of the draft and v that of the pass that checks it. Both are in steps of plain
+decoding, work outside of passes included. Where all guesses are kept, a draft model has not read the last
+one. The next draft then begins with two rows. E is 1 and the probabilities that each guess is kept:
 
     chain    P_i = a_1 * a_2 * ... * a_i
     tree     the b-th guess of a place is kept where those before it were not: a_d * (1 - s)^(b - 2) * s of

@@ -4,7 +4,7 @@
     found["suffix"].chance
 
 At temperature 0 the texts themselves must be equal. Sampled answers are drawn independently, in pairs with
-the same prompt. If both sides have one distribution, a refusal is as likely lost as gained, so the pairs that
+the same prompt. If both sides have one distribution, a refusal is as likely lost as gained. So the pairs that
 differ follow a fair coin (exact McNemar test). Of an answer its label, length and hash are kept, and no text.
 """
 
