@@ -4,10 +4,11 @@ Source of the fields: https://github.com/hemingkx/Spec-Bench, ``evaluation/eval.
 writes them), ``speed.py`` and ``equal.py`` (which read them).
 
 ``speed.py`` divides the mean over questions of ``new_tokens / wall_time`` by the same of a
-baseline file, whose tokens it counts anew: it reads the texts with a tokenizer and takes one off
-each for the mark at the beginning of a text. So with the file of ``none`` as the baseline its ratio
-is off by a token per turn where the tokenizer adds no such mark, and by the stop tokens, which a
-text does not show. ``equal.py`` compares texts, question by question in the order of the files.
+baseline file. It counts the tokens of that file anew. To do so it reads the texts with a tokenizer and
+takes one off each for the mark at the beginning of a text. So with the file of ``none`` as the baseline
+its ratio is off by a token per turn where the tokenizer adds no such mark. It is also off by the stop
+tokens, which a text does not show. ``equal.py`` compares texts, question by question in the order of
+the files.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def write_answers(
 
     Fields of a choice, one entry per turn: ``turns`` the texts; ``new_tokens``; ``wall_time`` in
     seconds, prefill included; ``decoding_steps`` passes after the prompt, null if it was not
-    told. ``accept_lengths`` has the emitted tokens of every pass of all turns; their mean is
-    mean emitted, their order is not kept (longest first in each turn).
+    told. ``accept_lengths`` has the emitted tokens of every pass of all turns. Their mean is
+    mean emitted; their order is not kept (longest first in each turn).
 
     Raises:
         RequestError: a run of several cases, whose seconds belong to all of them, or a question
@@ -94,7 +95,7 @@ def accept_lengths(counters: Counters) -> list[int]:
 
     ``accepted_at[d]`` passes kept more than d tokens, so their differences say how many passes
     kept exactly so many. A pass that a stop cut short may have emitted no token of the target's
-    own; one of the longest then counts as that pass, which keeps the sum right.
+    own. One of the longest then counts as that pass, which keeps the sum right.
     """
     kept_more = (counters.passes, *counters.accepted_at, 0)
     lengths: list[int] = []

@@ -34,7 +34,7 @@ def make_cases(
     """Turn prompts into cases, as many per category as wanted.
 
     A later turn follows the model's own greedy answers to the turns before it, ended where the
-    model ends them: all contenders get the same conversation.
+    model ends them. So all contenders get the same conversation.
 
     Args:
         engine: encodes prompts, in chat form if the model has a template, and answers turns.

@@ -1,9 +1,12 @@
 """Workloads from files: which of the known formats a file has is seen from its fields.
 
-Sources of the fields: Spec-Bench's ``question.jsonl`` and MT-bench's (``question_id, category,
-turns``), HumanEval (``task_id, prompt, entry_point, ...``), MBPP (``task_id, text, code,
-test_list``; in its sanitized edition ``prompt`` instead of ``text``), GSM8K (``question,
-answer``), SPEED-Bench and the project's own rows (``messages`` or ``prompt``).
+Sources of the fields:
+
+- Spec-Bench's ``question.jsonl`` and MT-bench's: ``question_id, category, turns``
+- HumanEval: ``task_id, prompt, entry_point, ...``
+- MBPP: ``task_id, text, code, test_list``; in its sanitized edition ``prompt`` instead of ``text``
+- GSM8K: ``question, answer``
+- SPEED-Bench and the project's own rows: ``messages`` or ``prompt``
 
 The right answers that these data sets carry are not read: nobody has them beforehand, so a
 drafter may not have them either. Only ``reference`` of a plain row is.
@@ -41,7 +44,7 @@ def read_workload(name_or_path: str) -> list[Prompt]:
 
     Raises:
         RequestError: no such file, an empty one, a row that is not JSON or of no known format,
-            or an id that comes twice; it names the file, the line and the fields found.
+            or an id that comes twice. It names the file, the line and the fields found.
     """
     if name_or_path == BUILTIN:
         return builtin()

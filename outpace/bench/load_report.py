@@ -1,6 +1,6 @@
 """From the replies of a loaded server to a report: figures per drafter and load, tables, a page.
 
-Every figure is that of one drafter under one load, over all its rounds; a speed-up is taken round
+Every figure is that of one drafter under one load, over all its rounds. A speed-up is taken round
 by round over ``none`` in the same round.
 """
 

@@ -74,7 +74,7 @@ async def measure(
 ) -> None:
     """Put load on a server. What is measured goes into the plan's session, round by round.
 
-    A sweep over all loads comes before the next one, so that a session that ends early has all
+    A sweep over all loads comes before the next one. So a session that ends early has all
     loads, and a machine that grows slower does so for all of them alike.
 
     Args:
@@ -116,8 +116,8 @@ async def measure(
 
 
 async def _questions(plan: Plan, server: Server) -> list[Question]:
-    """The prompts that leave room for an answer and are short enough, spread over the categories; as chats
-    where the model has a template for them.
+    """The prompts that leave room for an answer and are short enough, spread over the categories. They are
+    chats where the model has a template for them.
     """
     context, new, longest = plan.about["max_model_len"], plan.settings.max_new_tokens, plan.longest
     found, counts, chats = [], list[int](), True

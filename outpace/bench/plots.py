@@ -51,10 +51,11 @@ ALL = "all"
 def draw(report: Report, out: Path, *, note: Callable[[str], object] | None = None) -> list[Path]:
     """Draw what a report has data for, each picture as PNG and as SVG.
 
-    ``speedup``: decode speed-up over `none` by method and category, with 95 % intervals;
-    ``acceptance``: share of drafted tokens accepted, by depth; ``verbs``: time shares of the five
-    verbs, stacked; ``passes``: cost of a pass by rows, if the report has ``passes`` (what
-    ``outpace bench passes --json`` prints).
+    ``speedup``: decode speed-up over `none` by method and category, with 95 % intervals.
+    ``acceptance``: share of drafted tokens accepted, by depth.
+    ``verbs``: time shares of the five verbs, stacked.
+    ``passes``: cost of a pass by rows, if the report has ``passes``.
+    That is what ``outpace bench passes --json`` prints.
 
     Args:
         report: see `outpace.bench.report`; only the keys that a picture needs are read.

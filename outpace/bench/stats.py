@@ -136,8 +136,8 @@ def prompt_interval(values: Sequence[float], prompts: Sequence[int]) -> Interval
 def repeat_interval(values: Sequence[Sequence[float]]) -> Interval | None:
     """95 % interval of the same mean for these very prompts: what measuring again may give.
 
-    The units stay; the deviations of their rounds from the units' means are pooled, widened by
-    sqrt(R / (R - 1)) for the R rounds that the mean was taken from, and resampled. It shrinks
+    The units stay. The deviations of their rounds from the units' means are pooled and resampled. They are
+    first widened by sqrt(R / (R - 1)) for the R rounds that the mean was taken from. The interval shrinks
     with every round, which the interval over units does not.
 
     Args:
@@ -171,8 +171,8 @@ def _percentiles(values: NDArray[np.float64]) -> Interval:
 def looping_tokens(tokens: Sequence[int]) -> int:
     """How many tokens continue a period of at most 32 tokens that was repeated 3 times already.
 
-    Token t does if, for some p <= 32, more than 2 p tokens in a row up to t equal the token p
-    places before them: three rounds of p tokens hold 2 p such tokens.
+    Token t does if, for some p <= 32, more than 2 p tokens in a row up to t equal the one p
+    places before. Three rounds of p tokens hold 2 p such tokens.
 
     Cost: O(32 len(tokens)), vectorised.
     """

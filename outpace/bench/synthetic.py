@@ -1,7 +1,7 @@
 """A drafter of a given quality, to see what it would be worth here. Not a method: it cheats.
 
 It looks the answer up from a plain run of the same prompt. Its guess at depth i is right with
-rate a_i, given that the guesses before it were, and otherwise a token that differs from the
+rate a_i, given that the guesses before it were. Otherwise it is a token that differs from the
 answer's. Guessing costs nothing, so what it shows is a bound: a real drafter of this quality
 gains less, by the price of its own passes. Rows of it are marked ``synthetic``.
 

@@ -26,7 +26,7 @@ class Prompt:
     """What the user says next, turn by turn, once ``messages`` are answered.
 
     A runner answers ``messages`` first, plainly, and builds the conversation of the next turn
-    with ``after``: all contenders then get the same prompt, whatever they answer themselves."""
+    with ``after``. So all contenders get the same prompt, whatever they answer themselves."""
 
     def after(self, answers: Sequence[str]) -> tuple[dict[str, str], ...]:
         """The conversation to be answered next, given the plain answers to the turns before."""

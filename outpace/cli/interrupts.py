@@ -1,6 +1,6 @@
 """Ctrl-C while a command starts: it leaves at once, with exit code 130 and without a traceback.
 
-An exception that is raised inside an import may be lost, or become another one: some C code of numpy and
+An exception that is raised inside an import may be lost, or become another one. Some C code of numpy and
 torch takes it for its own failure. So an import that is interrupted ends the process. Outside imports Ctrl-C
 raises KeyboardInterrupt as ever, so that files and other processes are tidied up. With the model loaded,
 Python's own handler is back.

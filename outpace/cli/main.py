@@ -1,7 +1,8 @@
 """The command ``outpace``: its sub-commands, its exit codes, its errors in one line.
 
-Exit codes: 0 done; 1 a check found a broken promise; 2 bad input; 130 Ctrl-C; 141 the reader of
-the output has left; 143 SIGTERM, of a command that first keeps its work. A traceback means a bug of ours.
+Exit codes: 0 done; 1 a check found a broken promise; 2 bad input; 130 Ctrl-C. The code is 141 if the reader
+of the output has left, and 143 for SIGTERM, of a command that first keeps its work. A traceback means a bug
+of ours.
 """
 
 from __future__ import annotations

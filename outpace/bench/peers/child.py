@@ -1,8 +1,8 @@
 """The other side of a peer: run by the Python of its own environment, it answers token ids.
 
-Needs nothing of this project, and no package but the peer's. One JSON object per line: the first
-line on standard input says what to load, every further one is a request; each is answered by one
-line on standard output. The end of standard input ends it.
+Needs nothing of this project, and no package but the peer's. It speaks one JSON object per line. The
+first line on standard input says what to load, every further one is a request. Each is answered by
+one line on standard output. The end of standard input ends it.
 
     {"engine": "openvino", "model": PATH, "dtype": "bfloat16", "threads": 2, "context": 8192,
      "prompt_lookup": false}

@@ -1,9 +1,9 @@
 """The model of a target as a file that peers in other processes can read.
 
 OpenVINO GenAI and llama.cpp read GGUF files. They get the weights as wide as our own decoder
-multiplies them, expanded from a quantized file: 16 bits for bfloat16 (as float16, which both take),
-32 for float32. So a peer reads as many bytes per pass as the own decoder; OpenVINO, whose reader
-refuses float32 matrices, gets 16 bits there too and reads half.
+multiplies them, expanded from a quantized file. That is 16 bits for bfloat16 (as float16, which both
+take), and 32 for float32. So a peer reads as many bytes per pass as the own decoder. OpenVINO, whose
+reader refuses float32 matrices, gets 16 bits there too and reads half.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _OWN = "openvino_model.xml"
 def peer_model(engine: str, target: Target, dtype: torch.dtype) -> tuple[Path, dict[str, Any]]:
     """Find or make the file that a peer loads.
 
-    In this order: for OpenVINO, an export of its own in the model's folder or in the cache; a
-    GGUF file of the model, expanded into the cache once.
+    For OpenVINO, an export of its own comes first, in the model's folder or in the cache. Else it is
+    a GGUF file of the model, expanded into the cache once.
 
     Returns:
         The path, and what reports say about the weights.

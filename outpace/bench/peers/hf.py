@@ -1,8 +1,8 @@
 """A model of transformers on the weights of a target: what a benchmark compares with.
 
-Quantized weights are expanded and given to the model class of transformers that computes the
-same: its own GGUF loader would keep them quantized and compute in float32, which is slower in
-bfloat16 and so no fair opponent. That it computes the same is tried, not believed.
+Quantized weights are expanded and given to the model class of transformers that computes the same.
+Its own GGUF loader would keep them quantized and compute in float32. Beside bfloat16 that is slower,
+and so no fair opponent. That the class computes the same is tried, not believed.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from outpace.models.weights import Checkpoint, SafetensorsCheckpoint
 from outpace.models.zoo import open_checkpoint
 
 _QUANTIZED = 0.5
-"""Mean difference of logits where the target's own weights are rounded to a few bits, and the twin's are
-not, in standard deviations of a logit."""
+"""Largest mean difference of logits that passes, in standard deviations of a logit. The target's own weights
+are rounded to a few bits here, and the twin's are not."""
 
 
 def transformers_twin(target: Target, dtype: torch.dtype | None = None) -> Any:
