@@ -63,7 +63,7 @@ class Target(ABC):
     defaults: GenerationDefaults | None = None
     """Sampling defaults and end-of-sequence ids that came with the model."""
     encodes = False
-    """Whether an encoder reads its prompts, apart from the answers: then a prompt is no text to go on
+    """Whether an encoder reads its prompts, apart from the answers. Then a prompt is no text to go on
     from, there are no chats, and tokens of a prompt have no logits."""
     drafter_anyway = False
     """Take drafters that were trained for another model, as long as their sizes fit."""
@@ -106,9 +106,9 @@ class Target(ABC):
         Args:
             feeds: at most one per slot. Rows may differ in number and shape.
             cache: from this model's ``new_cache``.
-            taps: names of features wanted for every row: ``hidden.L`` is the residual stream
-                after layer L (0 is the embedding, -1 the last layer, after the final norm),
-                ``attn_in.L``, ``attn_out.L``.
+            taps: names of features wanted for every row: ``hidden.L``, ``attn_in.L``,
+                ``attn_out.L``. The first is the residual stream after layer L: 0 is the embedding,
+                -1 the last layer, after the final norm.
             layers: run only the first so many layers; logits are then the head on that
                 layer's normed output. Keys and values are written for these layers only.
 

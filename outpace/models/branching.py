@@ -1,7 +1,7 @@
 """Trees of guesses, all of their levels in one call of compiled code: see trees.h.
 
-`outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened, and
-a rule opens them: that of `outpace.tree.dynamic`; where others guessed before, that of
+`outpace.models.levels` does the same for chains. Here a level has as many rows as nodes were opened. The
+rule that opens them is that of `outpace.tree.dynamic`; where others guessed before, that of
 `outpace.methods.hybrid.union`.
 
 Shape letters: B sequences, N nodes, L levels, G nodes below which something was drawn, D columns of logits.
@@ -133,8 +133,8 @@ class Trees:
     token_BN: Sequence[array[int]]
     parent_BN: Sequence[array[int]]
     tail_B3R: Sequence[Sequence[Sequence[int]]] = ()
-    """Of the rows behind those of the first level, where they may be kept: nodes, or -1 where they do not
-    stay; tokens; and the rows of the tail that they hang from."""
+    """Three lists about the rows behind those of the first level, where these may be kept. They hold nodes,
+    or -1 where a row does not stay; tokens; and the rows of the tail that they hang from."""
     group_BG: Sequence[Sequence[int]] = ()
     """Nodes below which something was drawn, in the order in which that was done; none if all are chosen."""
     law_BG: Sequence[Sequence[tuple[Tensor, Tensor | None]]] = ()

@@ -19,7 +19,7 @@ class Embedding:
     """The vectors of token ids.
 
     On a CPU a tied matrix is in memory once already, laid out for the head, which cannot be read
-    by rows; then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
+    by rows. Then the rows of a pass are read from the checkpoint, some 50 us for a few of them.
 
     Args:
         keep: whether the matrix is kept in memory.

@@ -2,7 +2,7 @@
 
 Compiled code runs the same from a list (`outpace.models.program`); this is what it is tested against.
 
-Shape letters: T rows of a pass, H hidden size, E half of the width of a head, X heads of all kinds, D their
+Shape letters: T rows of a pass, H hidden size, E half of the width of a head. X heads of all kinds, D their
 width, Y all of them side by side.
 """
 

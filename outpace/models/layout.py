@@ -1,10 +1,10 @@
 """How files of some families lay out what the decoder reads in one form.
 
-fused       q, k and v in one matrix, gate and up in another: their rows stand one above the other
-in part     only the first r of the D dimensions of a head rotate, i with i + r / 2; here i rotates
-            with i + D / 2 in every family, and dimensions that stand still fill up the halves
-divided     logits are divided by a number: the weights of the last norm are, once, so that nobody
-            who reads the head needs to know
+- fused: q, k and v in one matrix, gate and up in another. Their rows stand one above the other.
+- in part: only the first r of the D dimensions of a head rotate, i with i + r / 2. Here i rotates with
+  i + D / 2 in every family, and dimensions that stand still fill up the halves.
+- divided: logits are divided by a number. The weights of the last norm are, once, so that nobody who reads
+  the head needs to know.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 ``<|im_start|>system`` in a message would otherwise begin a message of its own. Before a template is
 rendered, such texts in the messages are replaced by placeholders that nobody can guess. Afterwards
-the template's special tokens are renamed to names that nobody can guess either, the placeholders
-become text again, and a copy of the tokenizer that knows special tokens by their new names alone
-encodes all of it in one go.
+the template's special tokens are renamed to names that nobody can guess either, and the placeholders
+become text again. A copy of the tokenizer encodes all of it in one go. It knows special tokens by
+their new names alone.
 """
 
 from __future__ import annotations

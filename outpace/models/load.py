@@ -44,16 +44,16 @@ def load_target(
 
     Args:
         model: a short name (``smollm2-135m``, ``tiny``, ``tiny:SEED``), a folder in the layout
-            of Hugging Face, a ``.gguf`` file, a hub id ``owner/name``, a causal language model
-            of transformers in memory, or a target, which comes back as it is.
+            of Hugging Face, a ``.gguf`` file, or a hub id ``owner/name``. Also a causal language
+            model of transformers in memory, or a target, which comes back as it is.
         dtype: ``float32``, ``bfloat16``, or ``auto``: weights of a GGUF file as they are stored,
-            where compiled code multiplies them on a CPU; else bfloat16 where the device multiplies
-            it natively, which halves the bytes read per pass, or float32. A model in memory
-            keeps its own; asking for another one is an error.
+            where compiled code multiplies them on a CPU. Else ``auto`` is bfloat16 where the device
+            multiplies it natively, which halves the bytes read per pass, or float32. A model in
+            memory keeps its own; asking for another one is an error.
         device: where to compute; None is the CPU, or where a model in memory is; ``auto``
             takes a GPU if there is one.
         backend: ``own`` decoder, ``hf`` (transformers), or ``auto``: the own decoder for every
-            family it knows, transformers for other folders and hub ids, with a note that says
+            family it knows. Other folders and hub ids get transformers, with a note that says
             so. A model in memory stays with transformers unless ``own`` is asked for. That decoder
             shares the embedding and the norms. It lays out matrices anew where that makes products
             faster, which is on CPUs, and where several become one; others it shares.
@@ -126,7 +126,7 @@ def fast_dtype(device: torch.device) -> torch.dtype:
     """Give what ``auto`` stands for: bfloat16 where it is multiplied natively, else float32.
 
     On a CPU that is where it has AMX or AVX-512 instructions for bfloat16 and packed weights
-    work: a pass then reads half the bytes, and 16 rows cost hardly more than one.
+    work. A pass then reads half the bytes, and 16 rows cost hardly more than one.
     """
     if device.type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float32

@@ -1,7 +1,7 @@
 """Memory for weights, in large pages where Linux gives them.
 
 A pass reads all weights once. In pages of 4 KiB it waits for the processor to look up each of
-them; in pages of 2 MiB one row of SmolLM2-135M takes 5 to 10 % less time.
+them. In pages of 2 MiB one row of SmolLM2-135M takes 5 to 10 % less time.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ r"""Pages of text that was read before, to be copied into slots whose text begin
     [system ...]--[... prompt A]--[... answer A]      64 tokens each, found by their ids
               \--[... prompt B]
 
-Attention wants the keys of a slot in one piece: products over scattered pages would first have to
+Attention wants the keys of a slot in one piece. Products over scattered pages would first have to
 gather them, at every pass and layer, and their sums would come in another order. So a page is
-shared by copying it into the slot when a sequence enters, which takes a hundredth of the time
-of reading the text again, and nobody can write to what others see. The page is the unit of
-what is shared, stored and counted; slots stay contiguous.
+shared by copying it into the slot when a sequence enters. That takes a hundredth of the time of
+reading the text again, and nobody can write to what others see. The page is the unit of what is
+shared, stored and counted; slots stay contiguous.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 `Layers.run_layers` calls a dozen operations per layer, each of which wakes the threads, waits for
 the last one and comes back to Python. Here the operations of a pass are listed once and run by
-``pass.c`` together: Python says per pass only which rows there are and what they see. torch stays
-for whatever this does not know, and is the oracle of the tests. Numbers between two operations are
-float32 whatever the weights are, so results differ from those of torch by rounding: a process uses
+``pass.c`` together. Python says per pass only which rows there are and what they see. Whatever this
+does not know is left to torch, which is the oracle of the tests. Numbers between two operations are
+float32 whatever the weights are, so results differ from those of torch by rounding. A process uses
 one of the two for all passes of a model.
 
 A list depends on the layers that run and on the features wanted. Buffers belong to a pass while it

@@ -32,8 +32,8 @@ class Room:
     """Memory for the logits of one pass after another, on a CPU.
 
     Logits of a batch are many megabytes. Taken anew for every pass, of another size each time, they
-    come from the system and go back to it, page by page: 70 to 130 rows over 49152 tokens take 13
-    to 23 ms on average, of which 9 are left where memory stays. So a result holds until the next.
+    come from the system and go back to it, page by page. For 70 to 130 rows over 49152 tokens this takes
+    13 to 23 ms on average, of which 9 are left where memory stays. So a result holds until the next.
     """
 
     def __init__(self) -> None:

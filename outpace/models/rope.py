@@ -1,10 +1,15 @@
 """Rotary position tables: every kind of frequency scaling, in one record.
 
-Sources: RoPE (Su et al. 2021, arXiv:2104.09864); linear interpolation (Chen et al. 2023,
-arXiv:2306.15595); YaRN (Peng et al. 2023, arXiv:2309.00071); "llama3", the smoothed bands of
-Llama 3.1; "dynamic", an NTK-aware base that grows once a text is longer than the model's own
-context. There the context ends, so "dynamic" is the plain table (see ``ENDS``). "longrope" (Ding et al.
-2024, arXiv:2402.13753) has a divisor per frequency, others once a text is longer: there it ends too.
+Sources:
+
+- RoPE (Su et al. 2021, arXiv:2104.09864)
+- linear interpolation (Chen et al. 2023, arXiv:2306.15595)
+- YaRN (Peng et al. 2023, arXiv:2309.00071)
+- "llama3": the smoothed bands of Llama 3.1
+- "dynamic": an NTK-aware base that grows once a text is longer than the model's own context. There the
+  context ends, so "dynamic" is the plain table (see ``ENDS``).
+- "longrope" (Ding et al. 2024, arXiv:2402.13753): a divisor per frequency, and other divisors once a text is
+  longer. There the context ends too.
 """
 
 import math

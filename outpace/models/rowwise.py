@@ -4,7 +4,7 @@ On a CPU every operation of torch costs some microseconds and a reading of its r
 dozen of these per layer. ``rowwise.h`` does them in two calls, compiled when first needed as
 attention is; torch does it everywhere else, and is the oracle of the tests. Either way a row's
 numbers depend on that row alone. They differ in the last bits, since compiled code rounds once
-where torch rounds after each operation: a process uses one of the two for all passes of a model.
+where torch rounds after each operation. A process uses one of the two for all passes of a model.
 
 Shape letters: T rows, H hidden size, F width of an MLP, D width of a head.
 """

@@ -264,7 +264,7 @@ class Tokenizer:
             messages: as for ``chat_text``, like the arguments that are not named here.
             most_tokens: refuse a conversation that is sure to have more.
             special_in_messages: whether a special token that is written in a message, a tool or a
-                variable is that token, as in the template; otherwise it is text.
+                variable is that token, as in the template. Otherwise it is text.
 
         Raises:
             PromptTooLong: as ``encode``.
@@ -315,7 +315,7 @@ class TextStream:
     def push(self, ids: Iterable[int]) -> str:
         """Take more tokens and give the text that is certain now.
 
-        A character whose bytes are not all there yet is held back, so pushes and one ``flush``
+        A character whose bytes are not all there yet is held back. So pushes and one ``flush``
         concatenate to what ``Tokenizer.decode`` gives for all the tokens.
         """
         new = b"".join([self._spell(id) for id in ids if id not in self._skipped])
@@ -362,7 +362,7 @@ def _decoding(backend: tokenizers.Tokenizer) -> tuple[dict[str, int] | None, boo
 
     Returns:
         The alphabet of a byte-level vocabulary, an empty one for whole words, None for pieces of
-        SentencePiece; and whether a space at the start of a text is dropped.
+        SentencePiece. Then, whether a space at the start of a text is dropped.
     """
     if backend.decoder is None:
         return {}, True

@@ -5,7 +5,7 @@
     inside, and as many as allowed     closing: each token of what closes it is certain
     closing  -- its last token -->     outside
 
-All of it is a function of the path, so a budget is a rule per node of a tree, as a grammar is: it signs the
+All of it is a function of the path, so a budget is a rule per node of a tree, as a grammar is. It keeps the
 contract of `outpace.params.Grammar`. A mark that has begun where the budget ends is gone on with, and not
 begun anew. A section that begins when nothing is left is closed at once. Marks may have several tokens; they
 are found as Knuth, Morris and Pratt find words.

@@ -1,6 +1,6 @@
 """Small targets for tests, examples and CI: one with a distribution that is known, one that is real.
 
-``TableTarget`` is a language model given by its distributions, in float64, so that the distribution of an
+``TableTarget`` is a language model given by its distributions, in float64. So the distribution of an
 output can be enumerated and compared to the last digit. ``tiny`` is a decoder of two layers on random
 weights with a tokenizer of its own: everything a large model does, in milliseconds.
 
@@ -125,7 +125,7 @@ class TableTarget(Target):
         """A table whose distributions are ``share`` parts of ``other`` and the rest of this one.
 
         With this one as the target, it is a draft that agrees with it the more, the smaller
-        the share: the total variation of any two distributions shrinks by that factor.
+        the share. The total variation of any two distributions shrinks by that factor.
         """
         if not 0 <= share <= 1 or other.vocab_size != self.vocab_size:
             raise ValueError(
@@ -229,8 +229,8 @@ def tiny(
 ) -> Decoder:
     """Make a Llama of random weights, with a tokenizer and an end-of-sequence token.
 
-    Its text means nothing, but depends on all that came before and repeats itself now and
-    then (a 2-gram lookup guesses a fifth of a greedy text), and its distributions are peaked.
+    Its text means nothing, but depends on all that came before and repeats itself now and then. A
+    2-gram lookup guesses a fifth of a greedy text. Its distributions are peaked.
 
     Args:
         seed: same seed, same weights, whatever the dtype.

@@ -1,7 +1,7 @@
 """GGUF files: header, and tensors dequantized one at a time.
 
-The header is read here and not by ``gguf.GGUFReader``: that one makes an array of every token
-and merge (2.1 s for a vocabulary of 49k, against 0.1 s) and maps the weights for good.
+The header is read here and not by ``gguf.GGUFReader``. That one makes an array of every token and
+merge (2.1 s for a vocabulary of 49k, against 0.1 s). It also maps the weights for good.
 Format: version 3 of the GGUF specification, ggml project.
 """
 
@@ -77,7 +77,7 @@ def read_tensor(place: Place, dtype: torch.dtype | None = None) -> Tensor:
     """Read one tensor into memory of its own.
 
     Args:
-        dtype: what to convert to, in small portions, so that no second copy ever exists; None
+        dtype: what to convert to, in small portions, so that no second copy ever exists. None
             keeps a plain type and expands a quantized one to float32.
 
     Cost: one thread; common types at some 0.2 G elements per second, others a fifth of that.

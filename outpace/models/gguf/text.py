@@ -59,7 +59,7 @@ def end_ids(metadata: Mapping[str, Any]) -> set[int]:
     """Give every token that ends a text.
 
     Those are the ones the file names, and control tokens that end a text or a turn in every
-    model that has them: files name one token where the model was trained with two.
+    model that has them. Files name one token where the model was trained with two.
     """
     vocabulary, types = _vocabulary(metadata)
     named = [metadata.get(f"tokenizer.ggml.{key}_token_id") for key in ("eos", "eot", "eom")]

@@ -21,7 +21,7 @@ ROUNDING = {8: 1e-9, 4: 3e-5, 2: 0.1}
 
 Measured on random models of 4 layers of five families, and on a model of 30 layers. In float32 it was
 6e-7 and 7e-6 at most; 2e-4 where one module gave a hundredth more than its weights say. In bfloat16 it was
-0.013 and 0.07, which hides such a module (see `beside_its_weights`); an ignored mask gave 0.6 and a tenth of
+0.013 and 0.07, which hides such a module (see `beside_its_weights`). An ignored mask gave 0.6 and a tenth of
 the rotary base 0.31."""
 _PROBE = 48  # tokens: enough for another rotary table to show
 

@@ -82,9 +82,9 @@ def read_tokenizer(name: str) -> Tokenizer | None:
 def context_length(config: Any) -> tuple[int, str | None]:
     """Tokens that the model can hold with one set of rotary frequencies, and why no more.
 
-    Beyond its original length ``longrope`` and ``dynamic`` change the frequencies of keys that
-    are already stored as well; what follows would depend on how a text was cut into passes, so
-    the context ends there.
+    Beyond the original length ``longrope`` and ``dynamic`` also change the frequencies of keys that
+    are already stored. What follows would depend on how a text was cut into passes, so the context
+    ends there.
     """
     longest = int(getattr(config, "max_position_embeddings", None) or _NO_LIMIT)
     said = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}

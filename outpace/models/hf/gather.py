@@ -1,11 +1,11 @@
 """A cache for models of transformers from which any rows can be picked.
 
 ``GatherCache`` owns every key and value of every layer, windowed ones included. A pass sees it
-through a cache object of transformers whose layers write where they are told, so a tree can be
+through a cache object of transformers whose layers write where they are told. So a tree can be
 stored and its accepted path moved to the front.
 
-Shape letters: B feeds of a pass, J rows of the longest feed, L storage rows of the longest
-slot, T rows of all feeds, K key-value heads, D width of a head.
+Shape letters: B feeds of a pass, J rows of the longest feed, T rows of all feeds. L storage rows of
+the longest slot, K key-value heads, D width of a head.
 """
 
 from __future__ import annotations

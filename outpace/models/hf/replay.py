@@ -1,7 +1,7 @@
 """A cache for models of transformers whose state cannot be cut: it goes back and reads again.
 
 Recurrent states and compressed caches only ever grow. ``ReplayCache`` keeps the model's own
-cache object, and a copy of it from before the guesses; when some of them are dropped, the next
+cache object, and a copy of it from before the guesses. When some of them are dropped, the next
 pass starts from the copy and reads the accepted ones once more.
 """
 

@@ -1,11 +1,11 @@
 """Any causal language model of transformers as a target: the general path, and our oracle.
 
-Where every layer keeps plain keys and values, rows branch: the keys are held here, and the
+Where every layer keeps plain keys and values, rows branch. The keys are held here, and the
 model is handed positions and an additive 4-D mask (one per layer type). Where a layer keeps
 something else (a recurrent state, a compressed cache), rows form chains and the model keeps its own
 cache. Architectures differ in what they honour, and one that ignored a mask would give wrong
-text without a word; so each model is tried once, on a few tokens, against its plain forward,
-and gets the best way that reproduces it.
+text without a word. So each model is tried once, on a few tokens, against its plain forward. It
+gets the best way that reproduces this.
 
 Shape letters: B feeds of a pass, J rows of the longest feed, T rows of all feeds, V
 vocabulary, H hidden size.

@@ -1,7 +1,7 @@
 """The two stacks of an encoder-decoder: an encoder over one source, a decoder over rows of trees.
 
 Shape letters: T rows, S source tokens, H hidden size, A width of the heads together, K heads, D
-width of a head, B sequences, J rows of the longest, C keys, R relative distances, V vocabulary,
+width of a head. B sequences, J rows of the longest, C keys, R relative distances, V vocabulary,
 P positions, O outputs.
 """
 

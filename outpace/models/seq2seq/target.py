@@ -12,7 +12,7 @@ and values of cross-attention then lie in the source's own storage rows: they ar
 dropped like any others. Rows of a source have no logits; zeros stand for them.
 
 Shape letters: T rows of a pass behind their sources, S source tokens, B feeds with such rows, J rows of
-the longest, C keys, K heads, D width of a head, H hidden size, V vocabulary.
+the longest. C keys, K heads, D width of a head, H hidden size, V vocabulary.
 """
 
 from __future__ import annotations
