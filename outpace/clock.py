@@ -10,8 +10,8 @@ from types import TracebackType
 class PassClock:
     """Adds up the wall-clock seconds spent inside passes. Use it as a context manager.
 
-    On a device that works asynchronously these are the seconds until the host is free again;
-    the rest of a pass shows wherever the host first waits for its results.
+    On a device that works asynchronously these are the seconds until the host is free again.
+    The rest of a pass shows wherever the host first waits for its results.
     """
 
     def __init__(self) -> None:

@@ -6,11 +6,11 @@ stream names the use, the key the node and the draw (and the level of a cascade)
 position grows at every step, so no coin is used twice; batching, preemption and the order of calls
 change none. What was made with a seed's coins must not be drafted from under the same coins.
 
-One kind is keyed by the *absolute* position instead: `race`, the Gumbel race, picks a token as a function
+One kind is keyed by the *absolute* position instead. `race`, the Gumbel race, picks a token as a function
 of its distribution and of the coin of its position alone. The same distribution at the same position gives
 the same token, so text is reproducible under any drafter. Use it only where the emitted token is that
 function, as in the verifier `coupled`. Elsewhere a position that is drafted twice would meet the same
-coins, and a policy or drafter that reads refused tokens would then bias the output.
+coins. A policy or drafter that reads refused tokens would then bias the output.
 """
 
 from __future__ import annotations

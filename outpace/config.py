@@ -49,7 +49,7 @@ class MethodSpec:
     def parse(cls, text: str) -> MethodSpec:
         """Read ``NAME`` or ``NAME[key=value key=value]``; values may hold brackets themselves.
 
-        A path (with a slash, or a dot or ``~`` at its beginning) in the place of the name is the
+        A path may be in the place of the name: with a slash, or a dot or ``~`` at its beginning. It is the
         folder of a trained drafter, and stands for ``METHOD[model=FOLDER]`` with the same keys.
 
         Raises:

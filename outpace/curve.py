@@ -12,8 +12,8 @@ from typing import Any
 FREE_ROWS = 4
 """Where nothing was measured: rows that a pass over one sequence checks for the price of one."""
 ROW_PRICE = 0.055
-"""What each further row adds then, in passes over one row (bfloat16 on a CPU; GPUs charge less, and
-a policy that knows better hands out smaller budgets)."""
+"""What each further row adds then, in passes over one row (bfloat16 on a CPU). GPUs charge less, and
+a policy that knows better hands out smaller budgets."""
 
 
 def assumed(rows: int) -> float:
@@ -65,7 +65,7 @@ class CostCurve:
 
     Linear between its points, over rows first, then over contexts; beyond them the outermost
     segment goes on, but never downhill. A batch costs what all its rows would cost in one
-    sequence, and a surcharge for being several, which is linear in the batch as well.
+    sequence, and a surcharge for being several. That is linear in the batch as well.
 
     Shape letters: R row counts and B batch sizes, both from 1; C contexts; all ascending.
     """

@@ -91,8 +91,8 @@ def decode(
         ``return_dict_in_generate`` a ``GenerateDecoderOnlyOutput`` with ``sequences``.
 
     Raises:
-        RequestError: beams, a mask that hides more than padding, an input besides text, an output
-            besides ids, a processor with a state, or any other wish that would be ignored; the line names it.
+        RequestError: a wish that would be ignored; the line names it. Such are beams, a mask that hides
+            more than padding, an input besides text, an output besides ids, and a processor with a state.
 
     A sampled text has the distribution of ``generate``, and ``torch.manual_seed`` names it. Tokens are others
     than those of ``generate`` with the same seed.

@@ -172,7 +172,7 @@ class SamplingParams:
         """Fill every None of the sampling settings: from the model's defaults, else neutrally.
 
         A model that does not sample by default (``do_sample`` false, or neither it nor a
-        temperature given) has temperature 0; one that samples at no stated temperature has 1.
+        temperature given) has temperature 0. One that samples at no stated temperature has 1.
 
         Raises:
             RequestError: a default is outside its range.

@@ -24,7 +24,7 @@ class Choice:
     """Why a policy planned what it planned, for listeners to show."""
 
     reason: str
-    """``best``: it gains most; ``probe``: to learn what an idle drafter is worth now; ``pause``: the
+    """``best``: it gains most. ``probe``: to learn what an idle drafter is worth now. ``pause``: the
     sequence is not looked at in this step, because drafting did not pay for it lately."""
     rates: Mapping[str, float]
     """The drafter picked, and ``"none"`` -> tokens per second that the whole batch is expected to emit

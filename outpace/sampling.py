@@ -12,8 +12,8 @@ The order of the processors is that of transformers, and of vLLM but for min-p:
 Entries of equal logit rank by ascending id, so that truncation is deterministic. Values are
 float32, or float64 where the logits are (enumeration).
 
-Shape letters: V vocabulary or draft vocabulary, S support, R rows, J rows of one sequence's tree
-(the pending token first), F nodes of a frontier, C tokens seen so far, K ids.
+Shape letters: V vocabulary or draft vocabulary, S support, R rows, F nodes of a frontier, K ids.
+C tokens seen so far, J rows of one sequence's tree (the pending token first).
 """
 
 from __future__ import annotations
@@ -307,8 +307,8 @@ class Warp:
         """Columns that top-k, top-p and min-p leave, ascending.
 
         No sort of the whole row: top-k reads only blocks whose maximum is large enough. Top-p
-        sorts the tokens above a floor that falls until they weigh enough, at the latest at
-        (1 - top_p) / V, since tokens below that weigh at most 1 - top_p together.
+        sorts the tokens above a floor that falls until they weigh enough. The floor ends below
+        (1 - top_p) / V at the latest: tokens below that weigh at most 1 - top_p together.
         """
         top_k, top_p, min_p = self.truncation
         least = x_V.max() + self.temperature * math.log(min_p) if min_p else None

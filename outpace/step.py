@@ -6,7 +6,7 @@
     JUDGE   the verifier keeps a path of each tree and adds one token
     COMMIT  caches, sequences, drafters and policy advance past what was emitted
 
-Plain decoding is the empty draft; a chain is a tree of width one; a batch is the only case; a
+Plain decoding is the empty draft, and a chain is a tree of width one. A batch is the only case. A
 prompt is a pass whose tokens are already decided. There is no second path through this file.
 """
 

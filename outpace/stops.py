@@ -2,7 +2,7 @@
 
 Stop strings are searched in the detokenised text, so they are found wherever the borders of
 tokens and steps fall. The characters are judged as if they came one by one: the match that ends
-first wins, and no grouping of them into tokens or steps changes what is kept.
+first wins. No grouping of them into tokens or steps changes what is kept.
 """
 
 from __future__ import annotations

@@ -245,7 +245,7 @@ class Signals:
     """float32, probability that the drafter gave to the last drawn token."""
     reach_F: Tensor | None = None
     """float32, the drafter's estimate of the chance that all nodes above the last drawn one are
-    accepted; of a drafter that foresees, that the branch is, and a guess drawn next. None where it was not
+    accepted. Of a drafter that foresees: that the branch is, and a guess drawn next. None where it was not
     asked (``Budget.estimate``) or makes none."""
 
 

@@ -1,6 +1,6 @@
 """A request of HTTP on its way to a replica and back: asked elsewhere if the replica is lost in time.
 
-A replica holds back what it sends until its first token is there (`played`), so a request that was waiting
+A replica holds back what it sends until its first token is there (`played`). So a request that was waiting
 or whose prompt was being read is asked again, and its client sees nothing of it.
 """
 

@@ -1,7 +1,7 @@
 """What `/openapi.json` says of bodies beyond the types of their fields: ranges, lengths, what excludes what.
 
-The checks themselves are in `schema`, `parsing` and `params`. What JSON Schema cannot say is left to them:
-whether a grammar can be read, whether two numbers fit each other, how many tokens a text has.
+The checks themselves are in `schema`, `parsing` and `params`. JSON Schema cannot say whether a grammar can be
+read, whether two numbers fit each other, or how many tokens a text has. That is left to the checks.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A compiled grammar is shared by all answers of a request; each has a matcher of its own, which is a
 position in it. `outpace.sampling` asks the matcher about every path of a draft that it reads,
-for target and draft alike, so drafting under a grammar stays lossless: p is the model's distribution on the
+for target and draft alike. So drafting under a grammar stays lossless: p is the model's distribution on the
 tokens that the grammar allows.
 
 Shape letters: V vocabulary of the target.
@@ -114,7 +114,7 @@ class Matcher:
     def allowed(self, path: Sequence[int]) -> Tensor:
         """What may follow the committed text and a path of guesses: bool [V].
 
-        Everything, where the path itself is not allowed, or the text has ended: such a node is
+        Everything, where the path itself is not allowed, or the text has ended. Such a node is
         never reached, so that any distribution is right for it.
 
         Raises:

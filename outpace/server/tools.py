@@ -1,9 +1,9 @@
 """Functions that a model may call: how it is told of them, and made to call them.
 
-A chat template knows best how its model reads and writes calls, so it is asked: a conversation with
+A chat template knows best how its model reads and writes calls, so it is asked. A conversation with
 a function and a call of it is rendered, and what came out is looked at. A model whose template
 knows nothing of functions is told of them in the system message, to be called in the form of
-`tool_parser.HERMES`; calls and what they gave become text of the conversation then.
+`tool_parser.HERMES`. Calls and what they gave become text of the conversation then.
 """
 
 from __future__ import annotations

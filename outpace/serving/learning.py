@@ -5,9 +5,9 @@
     Learning   gives the learner idle time, and a bounded share of the time of passes
 
 The step knows nothing of it: a drafter is shown every verified pass anyway (``observe``), and that
-is what a learner learns from. Learning happens on the service's thread, in units of milliseconds:
-a thread of its own would need workers of its own, beside which passes take twice as long
-(`outpace.serving.openmp`), and would have to be kept from changing weights within a step.
+is what a learner learns from. Learning happens on the service's thread, in units of milliseconds.
+A thread of its own would need workers of its own, beside which passes take twice as long
+(`outpace.serving.openmp`). It would also have to be kept from changing weights within a step.
 
 What a learner does is its own matter; the registry lists learners. If one fails, learning ends, and
 serving goes on with the drafters that there are.
@@ -44,7 +44,7 @@ a unit of work."""
 RETRY = 60.0
 """Seconds that learning pauses after a version could not be written."""
 PATIENCE = 5.0
-"""Seconds after idle time in which passes are left alone: who is being answered notices a unit of
+"""Seconds after idle time in which passes are left alone. Who is being answered notices a unit of
 work between two tokens, and more idle time will come."""
 
 

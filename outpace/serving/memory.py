@@ -3,7 +3,7 @@
 A page is 64 rows of a slot. The slots of a cache are equally long, so what they take is a
 rectangle: as many pages as the longest one needs, for each. Stored pages come on top, and go first
 when slots need their room. So the limit holds for what is allocated, and not only for what is in
-use. One long text among many short ones costs a row of pages for each of them; where that does not fit,
+use. One long text among many short ones costs a row of pages for each of them. Where that does not fit,
 fewer run at a time. While the cache is made larger or smaller, both copies exist; caches
 of drafters are not counted. So the limit is a part of what is free, unless it is given.
 

@@ -2,7 +2,7 @@
 
 An OpenMP library keeps a team of workers for every thread that has ever computed something. If all
 teams together have more threads than the machine has cores, idle workers go to sleep. Waking them for
-each of a pass's hundreds of small pieces costs more than they save: a pass over 16 rows of a small model
+each of a pass's hundreds of small pieces costs more than they save. A pass over 16 rows of a small model
 took 40 ms on a second thread, and 24 ms on the first. So a thread that loads a model and leaves computing
 to another one lets its own team go.
 """

@@ -24,7 +24,7 @@ class PerRequestPolicy(Policy):
     """Hands every sequence on to its own policy.
 
     Its rows' states are ``Own``. Policies whose plans do not depend on the batch come first, so
-    that the others know what they took; of those behind them, what they took a step ago counts.
+    that the others know what they took. Of those behind them, what they took a step ago counts.
     """
 
     deterministic = False

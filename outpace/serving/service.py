@@ -58,7 +58,7 @@ class Service:
         chunk: prompt tokens read between two plain steps of the others, more beside drafts (see
             ``Scheduler``); None: ``usual_chunk``.
         pages: most pages of 64 tokens that the target's cache may take, slots and stored text
-            together; None: a share of the memory that is free now. See ``outpace.serving.memory``.
+            together. None: a share of the memory that is free now. See ``outpace.serving.memory``.
         stored_pages: most of them kept for prompts that begin alike; None: some 512 MB, 0: none.
         learner: learns from the passes of one of ``drafters``; closed with the service.
         learn_share: of the time of passes, what it may take; idle time comes on top.
