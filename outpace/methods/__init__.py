@@ -1,7 +1,7 @@
 """The drafting methods that come with the package: one row each, one room each.
 
 A room is a file or a folder beside this one. It holds all of a method: drafter, network, training
-objective, file format. A room imports no other room, and nothing outside imports a room: the
+objective, file format. A room imports no other room, and nothing outside imports a room. The
 registry reads this table, and imports a class when it is asked for.
 """
 

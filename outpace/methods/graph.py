@@ -10,15 +10,14 @@
 Branches of a tree often differ in one token and agree again. Where a branch ends in the same
 tokens (``agree`` of them before the last) as another one that the draft model has gone on from,
 it is not run again: what the model said there is said here. The tree grows by any rule, to any
-shape, in its budget; the copies are what unrolls the graph, and they cost the draft model nothing.
+shape, in its budget. The copies are what unrolls the graph, and they cost the draft model nothing.
 
-Guesses below a copy have the distribution of the place that it stands for, which is the distribution that
-they are drawn from, afresh in every copy, and the q that is recorded. So any verifier works, at any
-temperature. Only ancestors are never stood for: text that goes in circles would be guessed to go
-on so.
+Guesses below a copy have the distribution of the place that it stands for. They are drawn from it afresh
+in every copy, and it is the q that is recorded. So any verifier works, at any temperature. Only ancestors
+are never stood for: text that goes in circles would be guessed to go on so.
 
 Pays where a row costs the draft model something, and wide trees grow. Keys that were computed
-behind other words are dropped when text is committed, so the draft model reads a few tokens again
+behind other words are dropped when text is committed. So the draft model reads a few tokens again
 after a path with a copy in it. What drafts in the target's own slot (`early_exit`) cannot share.
 
     graph[draft=draft_model[model=M] tree=4x3x2x1]

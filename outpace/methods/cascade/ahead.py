@@ -40,8 +40,8 @@ class Soft(WarpAhead):
 class CacheAhead(KVCache):
     """A model's cache, of which a step sees only what it asked for.
 
-    A slot may lag behind its text; the next pass of `Reader` feeds the missing tokens too, and
-    ``keep`` counts rows from the one after them.
+    A slot may lag behind its text. The next pass of `Reader` then feeds the missing tokens too,
+    and the rows of ``keep`` count from the one after them.
     """
 
     def __init__(self, real: KVCache) -> None:

@@ -8,8 +8,8 @@ Of all arrangements the one with the best rate is taken, tokens per pass of the 
 
     rate = (1 + sum of the chances that guesses are reached and kept) / cost
 
-The chances of a lookup come with its draft (`outpace.drafters.worth`); those of a model are learned
-from verdicts on the same sequence, and so is what the lookup adds behind a model. A pass of a model
+The chances of a lookup come with its draft (`outpace.drafters.worth`). Those of a model are learned
+from verdicts on the same sequence. So is what the lookup adds behind a model. A pass of a model
 costs its share of the target's weights, at least what a level is assumed to cost.
 
 Everything is decided before a guess is drawn, from committed text and past verdicts alone. So a

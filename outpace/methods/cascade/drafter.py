@@ -8,18 +8,18 @@
     cascade[levels=draft_model[model=M]+max_gram k=5,10/10]
 
 ``levels`` go from strong to cheap, any number; all but the last are language models, the last may
-be one or a lookup. ``k`` has a row for the target and one for each model, parted by ``/``: how
-many tokens each level below adds to the draft that this reviewer checks. ``5,10/10``: five (or a
-few more, since a step of a model ends when it ends) by the model and ten by the lookup for the
-target; ten by the lookup for the model. What is left out is 0, so ``5/10`` is purely vertical and
-``5,10`` purely horizontal. ``outpace analyze cascade`` names a good ``k``.
+be one or a lookup. ``k`` has a row for the target and one for each model, parted by ``/``. A row
+says how many tokens each level below adds to the draft that this reviewer checks. ``5,10/10``:
+five by the model and ten by the lookup for the target; ten by the lookup for the model. (A few
+more than five, since a step of a model ends when it ends.) What is left out is 0, so ``5/10`` is
+purely vertical and ``5,10`` purely horizontal. ``outpace analyze cascade`` names a good ``k``.
 
-Without ``k`` the text decides at every step (`outpace.methods.cascade.choice`): a long match of the lookup
-is followed and the models rest, a model begins where matches are short, and what does not pay is left out.
+Without ``k`` the text decides at every step (`outpace.methods.cascade.choice`). Where the lookup has a long
+match, it drafts and the models rest. Where matches are short, a model begins. What does not pay is left out.
 
 Every guess of a model has exactly that model's distribution, whatever drafted for it. It is handed up as q,
 so any verifier works. With a tree (``tree=4x1x1x1``) the candidates for the first token are the model's best,
-or drawn from that distribution; one goes on as the chain, others with the lookup's words.
+or drawn from that distribution. One goes on as the chain, others with the lookup's words.
 
 With ``lenience`` above 1 a model takes guesses of the level below that it finds nearly as likely as
 its own (`outpace.methods.cascade.lenient`). The target gets the distribution that its tokens then have, so
@@ -28,7 +28,7 @@ nothing is lost but acceptance.
 Pays where the model is several times cheaper than the target, and the text repeats itself.
 Cost: passes of the models, a few hundred microseconds of host work per inner step.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (K as here, row by row;
-greedy there; sampling is ours, with distributions as in Spector and Re 2023, arXiv:2308.04623).
+greedy). Sampling is ours, with distributions as in Spector and Re 2023, arXiv:2308.04623.
 """
 
 from __future__ import annotations

@@ -7,18 +7,18 @@ has the distribution
     q_eff = min(q, l p) + (1 - sum min(q, l p)) r,
 
 which is p for l = 1. Whoever reviews next is told q_eff and not p: so the target's distribution comes
-out exactly, whatever l is. Each guess, drawn or chosen, is judged by itself: given what came before,
-the next token has the recorded distribution, and whether there is a next one is known before it is
-drawn. That is all that a chain of rejections needs.
+out exactly, whatever l is. Each guess, drawn or chosen, is judged by itself. Given what came before,
+the next token has the recorded distribution. Whether there is a next one is known before it is drawn.
+That is all that a chain of rejections needs.
 
 At temperature 0 no distribution is handed up. A guess is taken if it is the likeliest token, or if
-p(x) > q(x) / l; q is 1 for a lookup, and what the level below gave its token otherwise.
+p(x) > q(x) / l. For a lookup, q(x) is 1; otherwise it is what the level below gave its token.
 
-Pays where reviews are dear and the two distributions are near each other; when sampling, q_eff is further
+Pays where reviews are dear and the two distributions are near each other. When sampling, q_eff is further
 from the target's distribution than p is, so the target may keep fewer.
 
-Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (greedy; l is its letter);
-sampling follows Leviathan et al. 2023, arXiv:2211.17192, appendix A.5, with the law written down.
+Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462 (greedy; l is its letter).
+Sampling follows Leviathan et al. 2023, arXiv:2211.17192, appendix A.5, with the law written down.
 
 Shape letters: V vocabulary.
 """

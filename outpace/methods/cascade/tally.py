@@ -73,7 +73,7 @@ class Part:
     def expected(self) -> tuple[float, ...]:
         """S[j] for predictions: a share that few drafts show is drawn to that of the place before.
 
-        A K is picked for the largest of many estimates, so one share of 3 in 3 would decide, and
+        A K is picked for the largest of many estimates. So one share of 3 in 3 would decide, and
         go on for ever behind the last place that was seen.
         """
         out, before = [1.0], (sum(self.kept) + 1) / (sum(self.asked) + 2)

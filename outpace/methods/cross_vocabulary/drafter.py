@@ -9,12 +9,12 @@
     cross_vocabulary[model=M by=tokens drafter=cascade[levels=draft_model[model=M]+max_gram]]
 
 *By text*, any two vocabularies will do. The draft model's likeliest text is split by the target's
-tokenizer. Such guesses are chosen, so the output keeps its distribution at any temperature; when sampling,
+tokenizer. Such guesses are chosen, so the output keeps its distribution at any temperature. When sampling,
 one is kept as often as the target itself draws it.
 
-*By tokens*, the draft model's distribution is restricted to the shared tokens and renormalised, and that
-distribution, in the target's ids, is the q of a guess. When sampling, more is kept, if shared tokens are
-most of what the target says. Penalties and the like apply to p and q alike.
+*By tokens*, the draft model's distribution is restricted to the shared tokens and renormalised. In the
+target's ids, that is the q of a guess. When sampling, more is kept, if shared tokens are most of what
+the target says. Penalties and the like apply to p and q alike.
 
 Any drafter that runs on the draft model may stand behind it, such as a cascade, unless it reads
 features. Pays like a draft model, and less where the vocabularies differ much: a draft often ends

@@ -2,8 +2,8 @@
 
 The tokens of a `Mirror` change at the end while the text grows. A drafter cannot unread, but it
 can be marked and rewound. A language model is rewound to the first token that changed. Any other
-drafter is marked where the text has become stable, and reads the rest ahead of the mark; if
-something changes there it is rewound to the mark and reads on. Of drafts that were judged it is
+drafter is marked where the text has become stable, and reads the rest ahead of the mark. If
+something changes there, it is rewound to the mark and reads on. Of drafts that were judged it is
 told what became of its own guesses, as far as the text has its tokens.
 """
 

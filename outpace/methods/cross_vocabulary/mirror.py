@@ -6,8 +6,8 @@
 Text grows at its end, and the last tokens of another vocabulary change while it does. So only a
 tail is written anew, some tokens at a time; what lies before it never changes again. Tokens that
 mean something by themselves, such as the end of a message, part the text: nothing before them is
-touched. The bytes of the mirror are those of the text, but for parts of characters that are not
-complete yet, and for tokens that the other vocabulary lacks.
+touched. The mirror has the bytes of the text. It leaves out parts of characters that are not
+complete yet, and tokens that the other vocabulary lacks.
 
 Cost: of a step, splitting a tail of at most ``2 * TAIL`` tokens and the new bytes.
 """

@@ -4,8 +4,8 @@
     predict(target, draft, answers, temperature, by, nodes)    both models read answers of the target once
     measure(engine, spec, asked, params)                       the drafter itself
 
-By text, a guess of the draft model counts where it equals the answer, and a token of the target is kept if
-all draft tokens that cover it are. By tokens, a guess at a position is kept with probability sum(min(p, q)),
+By text, a guess of the draft model counts where it equals the answer. A token of the target is kept if all
+draft tokens that cover it are. By tokens, a guess at a position is kept with probability sum(min(p, q)),
 where q is the draft's distribution over the shared tokens.
 
 Shape letters: N positions of an answer, J tokens of the draft model, V the target's vocabulary.

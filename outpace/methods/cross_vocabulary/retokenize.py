@@ -4,8 +4,8 @@
     as text        on the mat
     drafted       | on| the| mat|            what the target is asked about
 
-Every path of the draft is read as bytes and split by the target's tokenizer, with the end of the
-committed text before it, since a tokenizer looks at what stands before. Where it would put a token
+Every path of the draft is read as bytes and split by the target's tokenizer. The end of the
+committed text stands before it, since a tokenizer looks at that too. Where it would put a token
 across the end of the committed text, which is fixed, the new text is split alone. All groups are
 CHOSEN: whatever made the text read none of the target's coins.
 """

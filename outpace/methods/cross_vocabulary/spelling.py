@@ -1,7 +1,7 @@
 """A vocabulary, from bytes to tokens and back; and what two vocabularies share.
 
-Two models that speak of the same text in different tokens agree on its bytes and on nothing else:
-ids are incomparable, strings depend on how a vocabulary writes spaces and bytes. So everything
+Two models that speak of the same text in different tokens agree on its bytes and on nothing else.
+Ids are incomparable, and strings depend on how a vocabulary writes spaces and bytes. So everything
 here goes through bytes, including those that are no UTF-8.
 
 Shape letters: D draft vocabulary, V target vocabulary, K tokens that both have.
@@ -209,7 +209,7 @@ class Shared:
 def shared(draft: Spelling, target: Spelling, model: Target, rows: int) -> Shared:
     """Find what a draft model's vocabulary shares with a target's of ``rows`` tokens.
 
-    Where an end of text has no namesake, the last one of either side is taken: the end of an
+    Where an end of text has no namesake, the last one of either side is taken. The end of an
     answer has a higher id than the end of a document.
     """
     pairs = {

@@ -3,13 +3,13 @@
     text        x0 ... x(n-1) | xn pending      block: one row per guess, all rows at once
     features    f0 ... f(n-1)                   keys and values of every layer of the network
 
-Given the features and the pending token the guesses of a block are independent, so a tree is made
-of the product of the rows' laws: all nodes of a depth have the same children. At T > 0 the law
-recorded for a group is its row's own, the one drawn from. The network runs once per draft,
-however deep the tree; what the target computed since the last draft goes through it in that pass.
+Given the features and the pending token, the guesses of a block are independent. So a tree is made
+of the product of the rows' laws, and all nodes of a depth have the same children. At T > 0 the law
+recorded for a group is its row's own, the one drawn from. The network runs once per draft, however
+deep the tree; what the target computed since the last draft goes through it in that pass.
 
-A tree is static unless told otherwise. With the weights are stored the accuracies of the rows, and
-the tree takes the likeliest paths; it stands in for ``STOCK``, the tree of a drafter that nobody
+A tree is static unless told otherwise. The accuracies of the rows are stored with the weights, and
+the tree takes the likeliest paths. It stands in for ``STOCK``, the tree of a drafter that nobody
 gave another.
 
 A head may tell how likely a draw at depth k is kept if its parent is: c_k = sigmoid(w h_k), h_k of the
@@ -21,7 +21,7 @@ for the target; a network for another target is refused.
 
 Paper: DFlash, arXiv:2602.06036; block drafters: PARD, arXiv:2504.18583.
 
-Shape letters: B sequences, F nodes of a frontier, S rows of a block, Y = B * S, A guesses of a block,
+Shape letters: B sequences, F nodes of a frontier, S rows of a block, Y = B * S, A guesses of a block.
 H hidden size, I its width with a Markov head's, D draft vocabulary.
 """
 

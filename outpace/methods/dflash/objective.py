@@ -5,21 +5,21 @@
 
 Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are
 learned in one go: a block sees the context up to its anchor and itself. Guess i counts decay^i, by
-being learned in that share of the blocks alone: rows that are not learned cost neither the MLP
-nor the head. With ``dpace`` all are learned, and weighed by what the block guesses now. The network is
+being learned in that share of the blocks alone. Rows that are not learned cost neither the MLP nor the
+head. With ``dpace`` all are learned, and weighed by what the block guesses now. The network is
 `training_net`; only it is trained, and the unembedding is the target's.
 
-Held-out rows also give what the static tree is made of: how often the i-th likeliest token of
-a row was the target's, where those of the rows before were among their likeliest. A confidence head
-learns the chance that a draw from q is kept, sum min(p, q), of a share of the distributions.
+Held-out rows also give what the static tree is made of. That is how often the i-th likeliest token
+of a row was the target's, where those of the rows before were among their likeliest. A confidence
+head learns the chance that a draw from q is kept, sum min(p, q), of a share of the distributions.
 
 Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay of 0.78); PARD,
 arXiv:2504.18583 (later rows learned more rarely); D-PACE, arXiv:2605.18810. Labels
 are the target's distributions, not its text.
 
-Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn,
+Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn.
 C those of them from which confidence is learned, N distributions, H hidden size, I its width with a Markov
-head's, F width of all features, D draft vocabulary.
+head's. F width of all features, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class DflashTraining(AheadTraining):
     decay: float = 0.78
     """Weight of a row relative to the one before."""
     dpace: float | None = None
-    """Smoothing of confidence, above 0 and up to 1, for the weights of D-PACE: a row counts by what it brings
-    to the block's expected length now. Its paper has 0.5. None: rows count by ``decay``."""
+    """Smoothing of confidence, above 0 and up to 1, for the weights of D-PACE. A row then counts by what it
+    brings to the block's expected length now. The paper has 0.5. None: rows count by ``decay``."""
     taps: str | None = None
     """Layers after which features are taken, as ``2,15,27,-1``; -1, the last, is behind the final
     norm, and no other program can say it. By default 2, L / 2, L - 3, and of seeds -1."""

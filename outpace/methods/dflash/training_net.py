@@ -1,10 +1,10 @@
 """The network of block drafters in training: context as keys and values, blocks of rows as queries.
 
 Arithmetic and parameter names are those of `outpace.methods.dflash.net`, which says what
-the rows are. Many blocks of a text are learned at once: each sees the context up to its own anchor
-and the rows of its own block, and neither later context nor other blocks.
+the rows are. Many blocks of a text are learned at once. Each sees the context up to its own anchor
+and the rows of its own block. It sees neither later context nor other blocks.
 
-Shape letters: B sequences, T tokens, M blocks of a sequence, S rows of a block, R rows that learn,
+Shape letters: B sequences, T tokens, M blocks of a sequence, S rows of a block, R rows that learn.
 H hidden size, F width of all features; of heads, K key heads, G query heads of each, D their width.
 """
 

@@ -12,8 +12,8 @@ all tokens that might have been drawn there, sum min(p, q).
     loss = sum w (1 - a) (-log(1 - s)) + a (-log s)  over  sum w (1 - a) + a
 
 s is the estimate and w the ``weight`` of refusals. The draft model is frozen; Y and Z are drawn
-anew in every step. What training reports as acceptance is the held-out score of the estimates:
-the same sums with s^2 and (1 - s)^2 in the place of the logarithms, taken from 1.
+anew in every step. What training reports as acceptance is the held-out score of the estimates. It
+is 1 less the same sums, with s^2 and (1 - s)^2 in the place of the logarithms.
 
 Paper: Huang et al. 2024 (SpecDec++), arXiv:2405.19715 (blocks are D, mix is r).
 

@@ -1,17 +1,17 @@
 """A smaller language model with the target's vocabulary guesses, chain or tree.
 
 Any Target may draft: another model, or some layers of the target itself (which then share its
-weights). Its cache follows the committed text by ids, so it may lag and catch up; guesses that
+weights). Its cache follows the committed text by ids, so it may lag and catch up. Guesses that
 were accepted keep their keys and values, so a step costs one pass per level and no more.
 
 Without ``model`` it is the one that ``outpace train draft_model`` made for the target, which may
 know a part of the vocabulary only.
 
 With an acceptance head (``outpace train acceptance``) it estimates which of its guesses will be
-accepted, for the policy `specdecpp`, which ends drafts by that; other policies do not ask.
+accepted. The policy `specdecpp` ends drafts by that; other policies do not ask.
 
-Pays if the model is several times cheaper than the target and agrees with it; the last level
-of a draft is never run through the draft model.
+Pays if the model is several times cheaper than the target and agrees with it. The last level of a
+draft is never run through the draft model.
 
 Paper: Leviathan et al. 2023, arXiv:2211.17192; Chen et al. 2023, arXiv:2302.01318. As trees:
 SpecInfer, arXiv:2305.09781.

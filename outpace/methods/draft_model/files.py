@@ -1,7 +1,7 @@
 """A draft model that was trained for its target, as a Target: loaded, with what it borrows.
 
-It is a decoder whose embedding may be the target's own object and whose head has one row per token
-of its vocabulary, so its logits have fewer columns than the target has tokens.
+It is a decoder whose embedding may be the target's own object. Its head has one row per token of
+its vocabulary, so its logits may have fewer columns than the target has tokens.
 
 Shape letters: V vocabulary, D draft vocabulary, W width.
 """

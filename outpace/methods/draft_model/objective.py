@@ -1,12 +1,13 @@
 """A small decoder that learns to speak like the target: some of its layers, or narrower ones.
 
-The layers are copies of the target's (by default the first two), with the target's
-embedding and the rows of its head for the draft vocabulary, both borrowed and not stored; or, with
-``width``, narrower layers drawn at random between a projected embedding and a head of their own.
-All answer tokens are learned at once, from the target's distributions.
+The layers are copies of the target's, by default of the first two. The target's embedding, and the
+rows of its head for the draft vocabulary, are borrowed and not stored. With ``width``, narrower
+layers are drawn at random, between a projected embedding and a head of their own. All answer
+tokens are learned at once, from the target's distributions.
 
-With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by
-the target's distributions: the texts on which it will be asked (`outpace.methods.draft_model.on_policy`).
+With ``on_policy`` a share of the batches gets answers that the draft model wrote itself, judged by the
+target's distributions. Those are the texts on which it will be asked
+(`outpace.methods.draft_model.on_policy`).
 
 Paper: DistillSpec, Zhou et al. 2023, arXiv:2310.08461.
 

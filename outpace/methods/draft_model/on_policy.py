@@ -1,7 +1,7 @@
 """Answers that a draft model writes itself, with the target's features of them (DistillSpec).
 
-A draft model learns best on the texts on which it will be asked, which are its own. The prompts of
-a batch are kept; each answer is drawn anew from the draft model, as long as it was; then the target
+A draft model learns best on the texts on which it will be asked, which are its own. The prompts of a
+batch are kept. Each answer is drawn anew from the draft model, as long as it was. Then the target
 reads the texts once and gives the distributions to learn from. No gradient goes through the sampling.
 
 Shape letters: B sequences, T tokens, V vocabulary, W width of the draft model, D draft vocabulary,

@@ -107,7 +107,7 @@ def chosen_layers(count: int, take: str | None, target: Decoder) -> tuple[int, .
     """Layers of the target to start from: those named, or the first ones.
 
     Of seven choices of two layers of SmolLM2-135M the first two began with nearly the highest
-    acceptance, and had the highest after 25 steps; the first and the last began with none.
+    acceptance. After 25 steps they had the highest. The first and the last began with none.
 
     Raises:
         ModelError: more than there are, or not as many as ``count``.

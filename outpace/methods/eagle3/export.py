@@ -5,9 +5,9 @@
 
 Heads hold no embedding: their readers share the target's.
 
-Loaded and compared: speculators 0.9.0 computes the same logits from an export, and a head that it
-saved is read here (``tools/check_speculators.py``); vLLM 0.32 accepts as many of its guesses
-(``tools/vllm_figures.py``). SGLang: checked by format alone.
+Loaded and compared: speculators 0.9.0 computes the same logits from an export. A head that it
+saved is read here (``tools/check_speculators.py``). In vLLM 0.32 as many of its guesses are
+accepted (``tools/vllm_figures.py``). SGLang: checked by format alone.
 
 Shape letters: D draft vocabulary.
 """

@@ -87,8 +87,8 @@ def read_head(folder: Path, target: Target) -> Head:
     """Read a head of any known format.
 
     Raises:
-        ModelError: files that are missing or corrupt, a tensor that is missing or has another
-            shape than the config says, or a head for another target, as far as that shows.
+        ModelError: files that are missing or corrupt, or a tensor that is missing or has another
+            shape than the config says. Also a head for another target, as far as that shows.
     """
     said = read_json(folder / CONFIG)
     tensors = _renamed(_read_tensors(folder))

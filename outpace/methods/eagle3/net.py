@@ -4,12 +4,12 @@
     EAGLE-1/2  g = fc(emb and feature side by side);  q, k, v read g;               stream: g
     both       a = stream + attention + mlp;  logits = head(a); a is the next feature
 
-A pass takes rows of many sequences, chains and trees, as a pass of a decoder does, and computes
-behind the attention only the rows whose outputs are wanted.
+A pass takes rows of many sequences, chains and trees, as a pass of a decoder does. Behind the
+attention it computes only the rows whose outputs are wanted.
 
 Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, arXiv:2503.01840.
 
-Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads,
+Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads.
 F width of all features side by side, R rows wanted, D draft vocabulary, V vocabulary.
 """
 

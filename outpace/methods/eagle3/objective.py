@@ -5,10 +5,10 @@
     logits = head(norm(a_t)), over the draft vocabulary
 
 Training-time test: all depths run on all learning rows at once. At depth j a row sees the keys of
-depth 1 up to its own, and its own keys of depths 2 to j; all others are masked with -inf.
+depth 1 up to its own, and its own keys of depths 2 to j. All others are masked with -inf.
 
-The layer starts as one of the target's: queries, keys and values read the feature as that layer
-reads its stream, and the embedding through a small copy of the same weights.
+The layer starts as one of the target's. Queries, keys and values read the feature as that layer
+reads its stream. They read the embedding through a small copy of the same weights.
 
 Paper: Li et al. 2025, arXiv:2503.01840. Parameter names are those of the speculators format.
 

@@ -3,9 +3,9 @@
     slot of the adapter    x0 .. x6 | x7 x8   x9    a     b        one row per token, as in the text
                            for good | lead  pending  draft         the tail, while a draft grows
 
-A row is made of the target's state after layer e and of nothing else, and that state is the same
-whether a token was drafted or committed. So the rows of accepted guesses stay, those of others go,
-and tokens that the target fed without a draft wait until there is one, or until they are many.
+A row is made of the target's state after layer e and of nothing else. That state is the same
+whether a token was drafted or committed. So the rows of accepted guesses stay, and those of others
+go. Tokens that the target fed without a draft wait until there is one, or until they are many.
 
 Shape letters: T rows of a pass, H hidden size.
 """

@@ -6,9 +6,9 @@
 Drafting writes to the target's own cache, and verification resumes at layer e with the hidden
 states of the draft: below e every row is computed once, whether it is accepted or not.
 
-Pays for targets that were trained to leave early (LayerSkip), or with a trained exit: a layer
-between e and the head, which ``outpace train early_exit`` makes (`exit_head`; EESD). Others lose:
-in a plain model the first third of the layers seldom guesses what the whole says, and a small
+Pays for targets that were trained to leave early (LayerSkip), or with a trained exit. That is a
+layer between e and the head, which ``outpace train early_exit`` makes (`exit_head`; EESD). Others
+lose. In a plain model the first third of the layers seldom guesses what the whole says. A small
 model spends a large part of each guess on its head.
 
 Several exits (``exits``) compete in each sequence, see `exits`. A draft ends behind a token that the exit

@@ -4,10 +4,10 @@
     layer    h after layer e  ->  norm(block(h))            ->  rows of the target's head
 
 The file of the first kind has ``norm.weight`` [H] as the target stores its norms, and may have
-``linear.weight`` [H, H]. That of the second, which ``outpace train early_exit`` makes, has a layer
-of the target's shape besides (`outpace.methods.early_exit.adapter`), with attention over the text: its keys
-are kept in step as those of any adapter (`outpace.methods.early_exit.adapter_rows`). Either may have
-``d2t`` (see `outpace.drafters.trained`); config.json names the ``layer`` e. The head's rows are the
+``linear.weight`` [H, H]. That of the second, which ``outpace train early_exit`` makes, has a layer of the
+target's shape besides (`outpace.methods.early_exit.adapter`). The layer has attention over the text, and
+its keys are kept in step as those of any adapter (`outpace.methods.early_exit.adapter_rows`). Either may
+have ``d2t`` (see `outpace.drafters.trained`); config.json names the ``layer`` e. The head's rows are the
 target's: a slice, never a copy of their own.
 
 Paper: EESD, arXiv:2406.03853 (the second kind; its N is e).

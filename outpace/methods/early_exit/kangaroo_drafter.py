@@ -3,7 +3,7 @@
     draft     x0 -> layers 0 to e-1 -> adapter -> head -> x1 -> layers 0 to e-1 -> adapter -> ...
     verify    x0, x1 enter at layer e, the last guesses at layer 0; all leave at the top
 
-The adapter is one attention layer with a cache of its own; the head is the target's, or its rows
+The adapter is one attention layer with a cache of its own. The head is the target's, or its rows
 for a part of the vocabulary, and is in no file. A draft leaves early twice:
 
 - at layer e. What the target did below it is handed to verification and never done again

@@ -3,12 +3,12 @@
     h_t after layer e (``exit_layer``);  y_t = norm(h_t + attention(input_norm(h_t)))
     logits = W y_t, W the rows of the target's head for the draft vocabulary, frozen and not stored
 
-Row t guesses token t + 1 from states alone, so all rows of a text are learned in one go and a
-draft of any depth meets nothing that training has not seen. Labels are the target's distributions: ``kl``
-has the gradients of the paper's soft cross entropy.
+Row t guesses token t + 1 from states alone, so all rows of a text are learned in one go. A draft of any
+depth meets nothing that training has not seen. Labels are the target's distributions: ``kl`` has the
+gradients of the paper's soft cross entropy.
 
-The adapter starts as the attention of the layer that reads h in the target, between that layer's
-norm and the last norm of the target; nothing is drawn at random.
+The adapter starts as the attention of the layer that reads h in the target. It stands between that
+layer's norm and the last norm of the target. Nothing is drawn at random.
 
 Paper: Liu et al. 2024, arXiv:2404.18911 (l is e).
 

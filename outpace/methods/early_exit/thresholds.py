@@ -4,12 +4,12 @@
     right        whether the whole model's likeliest token is the same
 
 Confidences of right and of wrong guesses are two Beta distributions, fitted by their moments. A draft goes
-on while a guess of such a confidence is more likely right than a share allows; then the layers
-above run for all of its tokens in one pass (FREE's synchronised parallel decoding, here as
-verification, so that nothing is lost).
+on while a guess of such a confidence is more likely right than a share allows. Then the layers above run
+for all of its tokens in one pass. That is FREE's synchronised parallel decoding, here as verification, so
+that nothing is lost.
 
-Paper: FREE, Bae et al. 2023, arXiv:2310.05424 (its adaptive threshold: ``_SHARE`` is zeta, ``_BLEND``
-lambda of the posterior's part in a fit; every fit is one step of EM).
+Paper: FREE, Bae et al. 2023, arXiv:2310.05424, its adaptive threshold. ``_SHARE`` is zeta, ``_BLEND``
+lambda of the posterior's part in a fit; every fit is one step of EM.
 
 Shape letters: S guesses.
 """

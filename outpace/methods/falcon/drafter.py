@@ -5,10 +5,10 @@
     pass 2     f'(n)+x(n+1), f'(n+1)+x(n+2)               x(n+3), x(n+4), below every x(n+2) that grows on
 
 The root is k rows wide. Where fewer than k tokens were committed since the last draft, rows before
-them are fed again, so that the root is whole: the last k - 1 rows always wait. All guesses of a depth
-within a block have the same distribution, and are drawn below each node by itself. A block's rows
-see all rows of their block and of the blocks above, and every block has an LSTM state of its own,
-from the block above: branches do not mix. A draft of depth D costs D / k passes.
+them are fed again, so that the root is whole. The last k - 1 rows always wait. All guesses of a depth
+within a block have the same distribution, and are drawn below each node by itself. A block's rows see
+all rows of their block and of the blocks above, and every block has an LSTM state of its own, from
+the block above: branches do not mix. A draft of depth D costs D / k passes.
 
 Pays where a pass is dear and guesses of two tokens at once are nearly as good as one by one.
 

@@ -8,12 +8,12 @@ made k times. Labels are the target's distributions; the features that outputs s
 beside them (``regression``, SmoothL1).
 
 Coupled sequential glancing distillation: a first look, without gradients, counts on how many rows the
-target's token is missed. A share of so many rows (``glance``) is then shown what it has to give: its
-feature and its token, together, in runs along the text. What such a row is asked for is in front of
+target's token is missed. A share of so many rows (``glance``) is then shown what it has to give. That is
+its feature and its token, together, in runs along the text. What such a row is asked for is in front of
 it, so it teaches nothing itself; it helps the rows that see it. The paper lets the share fall from 0.4 to
-0 over the training; here it is one number, so that a step depends on its batch alone.
+0 over the training. Here it is one number, so that a step depends on its batch alone.
 
-All weights are drawn from a seed. A copy of the target's last layer reads another stream than an LSTM's, and
+All weights are drawn from a seed. A copy of the target's last layer reads another stream than an LSTM's. It
 answers with activations so large that first steps of Adam are leaps.
 
 Paper: Gao et al. 2024 (Falcon), arXiv:2412.12639. Reconstructed: the share of glances, and how weights are

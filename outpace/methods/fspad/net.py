@@ -6,8 +6,8 @@
     partial     logits = unembedding(a + W_read a)                without: unembedding(a)
 
 Without both it is EAGLE's first network. The token picks from the feature in a wider space before
-both are mixed. What the head reads need not be the feature itself, so that the two things asked of
-the network, to be close to the target's feature and to be sure of the token, conflict less.
+both are mixed. What the head reads need not be the feature itself. Two things are asked of the
+network: to be close to the target's feature and to be sure of the token. So they conflict less.
 
 Paper: Gui et al. 2024 (FSPAD), arXiv:2408.15562. Reconstructed from its abstract: the gate, its width, and
 the read-out are ours; only the two ideas are the paper's.

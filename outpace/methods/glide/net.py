@@ -13,7 +13,7 @@ it says first what each slot may glimpse at.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which has no norm before the glimpse.
 
-Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, E = D / 2, X heads,
+Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, E = D / 2. X heads,
 Y = X * D, C committed rows, K key-value heads, M query rows of one of them.
 """
 

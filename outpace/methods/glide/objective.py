@@ -8,13 +8,13 @@ rows stand for drafts: the first row of a block is a pending token, the next its
 begin changes from batch to batch, so that a token is met at several depths. Rows with nothing before their
 block glimpse at nothing, as in a draft behind a single token.
 
-The loss is that of distributions which are part the target's and part the token that came: for ``kl`` a mix
-of both losses, in one pass over the head. Held-out rows are judged at all depths, each with the text that a
-draft would have seen.
+The loss is that of distributions which are part the target's and part the token that came. For ``kl`` that
+is a mix of both losses, in one pass over the head. Held-out rows are judged at all depths, each with the
+text that a draft would have seen.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which learns tokens alone, in blocks of 5.
 
-Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each, D width
+Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each. D width
 of a head, X heads, Y = X * D, N distributions.
 """
 

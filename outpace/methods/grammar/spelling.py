@@ -13,7 +13,7 @@ def spell(
     """Tokens that must come after a path, one after the other.
 
     Where one token alone is allowed, it is certain: p = 1, whatever the model says. Where the text is fixed
-    and its spelling is not, the usual spelling is a guess, and no more: another one may be likelier further
+    and its spelling is not, the usual spelling is a guess, and no more. Another one may be likelier further
     on. So nothing here is committed without being judged.
 
     Args:

@@ -8,7 +8,7 @@ asked what follows them where that pays, and its guesses stand beside them.
              +- slept (head)
 
 At temperature 0 all are chosen, and the likeliest stay. A token that both propose is one node, whose chance
-follows from what both say (`Joint`); the head's other tokens share the rest in their own proportions.
+follows from what both say (`Joint`). The head's other tokens share the rest in their own proportions.
 
 Above it C are the text's children of a node, fixed before anything is drawn. The head draws from
 

@@ -8,10 +8,10 @@ The layers to leave out are found by dynamic programming over the hidden states 
 verification has to keep. Here the programme computes those of the next one in its own rows, so that passes
 keep nothing and verification resumes drafts as ever.
 
-A set is found before the first draft, and by the first draft that is ``every`` tokens further on. It follows
+A set is found before the first draft, and by the first one that is ``every`` tokens further on. It follows
 from the committed text alone, before anything of the draft is drawn: q is the distribution of one part of
-the target. It stays with the sequence, also while that waits without memory. Where rows do not feel
-each other (`Target.equal_rows`), a batch chooses as each of its sequences would alone.
+the target. It stays with the sequence, also while that waits without memory. Where rows do not feel each
+other (`Target.equal_rows`), a batch chooses as its sequences would alone.
 
 Cost: a choice runs all layers once, over one row more than layers are left out, and no head. It counts as
 one pass of the drafter. Sequences with different sets run one after the other, level by level: a batch

@@ -4,7 +4,7 @@
               layer l run on D[l-1][k], or D[l-1][k-1] as it is
     h[l]    = D[l][0], the target's own state
 
-All k of a layer are rows of one pass, which are siblings: each sees the committed text and itself, at the
+All k of a layer are rows of one pass, which are siblings. Each sees the committed text and itself, at the
 place of the pending token. Row 0 leaves nothing out, so it is the target, and no state has to be kept from
 verification.
 

@@ -4,11 +4,11 @@
               that may promise most is tried next
     cosine    sub-layers that turn the residual stream least go first; no trials
 
-Every set leaves out the same share of the weights of the layers, or a little more, so that all cost the
-same and the one that agrees most is the best.
+Every set leaves out the same share of the weights of the layers, or a little more. So all cost the
+same, and the one that agrees most is the best.
 
 Papers: Draft & Verify, arXiv:2309.08168, and SWIFT, arXiv:2410.06916 (a Gaussian process with upper
-confidence bounds; there of measured time, or of a fixed number left out); Draft on the Fly,
+confidence bounds; there of measured time, or of a fixed number left out). Draft on the Fly,
 arXiv:2410.01028 (cosines; there attentions alone).
 
 Shape letters: S sets tried, C candidates, N sub-layers that may go.
@@ -25,8 +25,8 @@ from torch import Tensor
 from outpace.methods.layer_skip.skip_sets import Found, SkipSet, Trial, choices, union
 
 _SCALE, _NOISE, _BOLD = 0.3, 0.05, 1.0
-"""Of the process: how far agreements differ, how far a measured one is off (about 60 tokens), and
-how many standard deviations above its mean a set is believed to be good."""
+"""Of the process: how far agreements differ, and how far a measured one is off (about 60 tokens).
+Then how many standard deviations above its mean a set is believed to be good."""
 _REACH = 12.0
 """Sub-layers in which two sets must differ to tell little about each other."""
 _NEAR = 48
@@ -36,7 +36,7 @@ _NEAR = 48
 class Process:
     """A Gaussian process over sets, with a linear part.
 
-    k(x, y) = scale^2 (x.y / N + exp(-|x - y|_1 / reach)) / 2: every sub-layer has a worth of its own,
+    k(x, y) = scale^2 (x.y / N + exp(-|x - y|_1 / reach)) / 2. Every sub-layer has a worth of its own,
     and sets that are nearly the same are worth nearly the same.
     """
 

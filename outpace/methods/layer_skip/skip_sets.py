@@ -3,9 +3,9 @@
     4+7      layers 4 and 7, whole
     a4+m9    the attention of layer 4, the MLP of layer 9
 
-A set is judged as it will be used. The target reads a text once; then one pass of what the set leaves
-guesses after every token at once, each guess with the target's own keys and values of all before
-it (as riders, which do not see each other). So a set costs a pass.
+A set is judged as it will be used. The target reads a text once. Then one pass of what the set leaves
+guesses after every token at once. Guesses are riders, which do not see each other. Each sees the
+target's own keys and values of all before it. So a set costs a pass.
 
 Shape letters: T tokens judged, L layers, H hidden size.
 """

@@ -56,7 +56,7 @@ class OnlineConfig:
     repeats: float = 3.0
     """Times that a judged token is learned from, in the mean."""
     unit_tokens: int = 384
-    """Tokens of a unit of work, the least that ``step`` does at a time: weights that are read and
+    """Tokens of a unit of work, the least that ``step`` does at a time. Weights that are read and
     gradients that are written take half of its time."""
     update_units: int = 1
     """Units whose gradients make one update."""

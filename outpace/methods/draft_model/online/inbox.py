@@ -1,9 +1,8 @@
 """What passes showed, until there is time to look: copies of logits, which become distributions later.
 
-A distribution costs a sweep over a row of logits, a quarter of a millisecond for 49152 tokens, and a pass
-has several such rows; a copy costs a tenth. So a pass leaves copies here, and they are read when
-nobody waits. What waits is bounded, logits and ends of texts: beyond that the oldest is read at
-once.
+A distribution costs a sweep over a row of logits, a quarter of a millisecond for 49152 tokens. A pass has
+several such rows, and a copy costs a tenth. So a pass leaves copies here, and they are read when nobody
+waits. What waits is bounded, logits and ends of texts: beyond that the oldest is read at once.
 
 Shape letters: R judged tokens, V vocabulary.
 """

@@ -6,8 +6,8 @@
     review    a version that drafts is compared with its parent on what came since; it may go back
 
 A branch is the drafter of one key's texts on one topic; nothing goes from branch to branch. All
-work is done in units of milliseconds inside ``step``, on the caller's thread, so that whoever
-serves decides when there is time; observing a pass costs a copy. What is learned depends on the
+work is done in units of milliseconds inside ``step``, on the caller's thread. So whoever serves
+decides when there is time. Observing a pass costs a copy. What is learned depends on the
 observations, the seed and the number of units between them, and on no clock.
 
 Requests that are held out are recorded whole and never learned from: on refused tokens alone any
@@ -16,8 +16,8 @@ change looks like progress. A version is judged as it is stored, in bfloat16.
 Texts stay in memory and go with the process. On the disk are versions (`outpace.train.versions`).
 
 Paper: Online Speculative Decoding, Liu et al. 2023, arXiv:2310.07177. As in its text, the distribution that
-teaches is that of the refused token itself; the other changes are the held-out judgement, several
-uses of an observation, and a share of accepted tokens against forgetting.
+teaches is that of the refused token itself. The other changes are the held-out judgement, several uses of
+an observation, and a share of accepted tokens against forgetting.
 
 Shape letters: R judged tokens, K entries of a distribution, V vocabulary, D draft vocabulary.
 """

@@ -2,9 +2,9 @@
 
     prompt -> counts of its tokens in 1024 buckets, rare tokens weighing more -> nearest centroid
 
-Everything is topic 0 until texts come that are unlike it: a text whose likeness to its nearest
-topic is low for that topic counts as foreign; foreign texts gather around a centroid of their own,
-and when it has ``ENOUGH`` of them, it becomes a topic. So a stream that changes its subject opens a
+Everything is topic 0 until texts come that are unlike it. A text counts as foreign if its likeness
+to its nearest topic is low for that topic. Foreign texts gather around a centroid of their own.
+When it has ``ENOUGH`` of them, it becomes a topic. So a stream that changes its subject opens a
 topic, and a single odd prompt does not.
 
 The paper routes by language or by a classifier of subjects: Liu et al. 2023, arXiv:2310.07177,
