@@ -3,13 +3,13 @@
     draft     x0 -> all layers, rounded -> x1 -> ... -> x2     rows in the tail of the target's slot
     verify    x0, x1 and x2 run through the true layers, and write their true keys and values
 
-Its guesses are nearly always right, and cost what reading the rounded weights costs: about half
-a pass in int8 where the target runs in bfloat16, less in int4. So it gains where a pass over one
-row is bound by memory, at most about 1.5 times; memory grows by the rounded copy of the weights.
+Its guesses are nearly always right, and cost what reading the rounded weights costs. That is about half a
+pass in int8 where the target runs in bfloat16, less in int4. So it gains where a pass over one row is bound
+by memory, at most about 1.5 times. Memory grows by the rounded copy of the weights.
 
-As in QSpec both precisions share one cache: the committed text is read once, by the target, and what
-the rounded weights left of a draft goes with the draft. ``shared=false`` gives the copy a cache of its own,
-for drafters that run it in their own way.
+As in QSpec both precisions share one cache. The committed text is read once, by the target. What the
+rounded weights left of a draft goes with the draft. ``shared=false`` gives the copy a cache of its own, for
+drafters that run it in their own way.
 
 Paper: Zhao et al. 2024 (QSpec), arXiv:2410.11305.
 

@@ -1,12 +1,12 @@
 """The target guesses, seeing the tokens that its own heads vote for; nothing is trained.
 
-Per head of keys, its query heads vote with the softmax of their scores over the text: so none outvotes
+Per head of keys, its query heads vote with the softmax of their scores over the text. So none outvotes
 another because its scores are larger. A run of tokens has the votes of its best one; runs with most votes
 are seen, with the first few tokens and the last. Scores come of the few coordinates where queries are
 largest. A layer keeps its choice while the query points the same way.
 
-With ``lossy=true`` the target itself sees no more than that, in every pass behind the prompt: faster
-for long texts, and no longer the distribution of the model. It has to be allowed.
+With ``lossy=true`` the target itself sees no more than that, in every pass behind the prompt. That
+is faster for long texts, and no longer the distribution of the model. It has to be allowed.
 
 Sources: TokenSelect, arXiv:2411.02886, which selects for every query and is no drafter; there one choice of
 tokens serves all heads of a layer. Few coordinates: SparQ, arXiv:2312.04985.

@@ -5,9 +5,9 @@
               until the draft is long enough
     outer     the target, seeing all, judges the draft
 
-The middle level emits tokens by a lossless rule, so each has exactly the distribution of the target
+The middle level emits tokens by a lossless rule. So each has exactly the distribution of the target
 through the view, and that is what the draft records. (The released code draws anew from that
-distribution after a refusal, not from what the refusal leaves of it, and so records one that it did
+distribution after a refusal, not from what the refusal leaves of it. So it records one that it did
 not draw from.)
 
 Chunks are chosen per head of keys by the mean score of the query heads that share it. The first

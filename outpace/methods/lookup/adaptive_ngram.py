@@ -7,13 +7,13 @@ A model of the n-grams of one sequence, counted from the prompt and from every t
 draft asks the longest context first and backs off to shorter ones, token by token, each guess
 becoming context for the next. Two things adapt, in ``observe`` alone:
 
-- every order keeps score of its guesses, so a text in which pairs mislead soon leaves them out
-  and one in which they hold does not wait for longer matches;
-- the length of drafts doubles after one that was kept whole, and falls back to just over what
-  was kept after a miss.
+- Every order keeps score of its guesses. A text in which pairs mislead soon leaves them out. One
+  in which they hold does not wait for longer matches.
+- The length of drafts doubles after one that used it up and was kept whole. After a miss it falls
+  back to just over what was kept.
 
-Beside prompt lookup, which copies on from one place, this follows the majority at every token,
-which is better where the same phrase went on in several ways.
+Beside prompt lookup, which copies on from one place, this follows the majority at every token.
+That is better where the same phrase went on in several ways.
 
 Cost: O(max_order) dictionary operations per token and per drafted token; about 300 bytes per
 order and token of the sequence.

@@ -4,10 +4,10 @@
     suffixes   places of all tokens, sorted by the text from there on: the places where any
                n-gram stands are neighbours, found by bisection
 
-One file: a header of 512 bytes that can be read with `head`, the tokens (2 or 4 bytes each, big
-end first, so that comparing bytes compares tokens), the suffixes (4 bytes each, little end
-first). Files are memory-mapped: processes share them, and what is never asked for is read once,
-when the checksum is compared. Only the first `DEPTH` tokens of a suffix are sorted by.
+One file holds a header of 512 bytes that can be read with `head`, the tokens and the suffixes. A token has 2
+or 4 bytes, big end first, so that comparing bytes compares tokens. A suffix has 4 bytes, little end first.
+Files are memory-mapped: processes share them, and what is never asked for is read once, when the checksum is
+compared. Only the first `DEPTH` tokens of a suffix are sorted by.
 
 Shape letters: M tokens of the corpus, V vocabulary, C columns.
 Source: Manber and Myers 1990, "Suffix arrays" (prefix doubling); He et al. 2023 (REST),
@@ -228,8 +228,8 @@ def write_datastore(documents: Iterable[Sequence[int]], tokenizer: Tokenizer, ou
 def suffix_array(token_M: NDArray[np.uint32], depth: int) -> NDArray[np.int64]:
     """Sort all places by the ``depth`` tokens from there on; equal ones by place.
 
-    Sorted by some tokens at first, as many as fit into 64 bits; then places sorted by h tokens
-    are sorted by 2 h, since the rank of the place h further on says how the rest compares.
+    Sorted by some tokens at first, as many as fit into 64 bits. Then places sorted by h tokens are
+    sorted by 2 h: the rank of the place h further on says how the rest compares.
     """
     size = len(token_M)
     bits = int(token_M.max()).bit_length()

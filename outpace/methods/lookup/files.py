@@ -1,7 +1,7 @@
 """Files of token ids: one header line, then packed numbers; made for one vocabulary.
 
-A file says what it is, for which vocabulary, and what its bytes add up to, so that a wrong or
-damaged one is refused in one line. It is written whole or not at all.
+A file says what it is, for which vocabulary, and what its bytes add up to. So a wrong or damaged
+one is refused in one line. It is written whole or not at all.
 """
 
 from __future__ import annotations

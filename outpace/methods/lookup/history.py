@@ -4,18 +4,18 @@
     head     bucket of "4 4 9" -> its newest place      one table per phrase length
     prev     place -> an older place of that bucket
 
-For phrases of 2, 4, 8 and 16 tokens a hash table leads to their newest place and a chain to older
-ones, as in the compressors of the LZ family. A look-up walks the chain of the longest phrase that
-is found, compares what stands before each place with the text at hand, and gives the newest
-places with how far they agree.
+For phrases of 2, 4, 8 and 16 tokens a hash table leads to their newest place. From there a chain
+leads to older ones, as in the compressors of the LZ family. A look-up walks the chain of the
+longest phrase that is found. It compares what stands before each place with the text at hand. It
+gives the newest places, and how far they agree.
 
-Why not a suffix automaton or a suffix array: the automaton answers in one step per token, but in
+Why not a suffix automaton or a suffix array? The automaton answers in one step per token. But in
 Python it takes 600 bytes per token and two microseconds to add one, and nothing can be removed
 from it. A sorted array has to be merged again and again as text arrives, and a search in it reads
 the text twenty times per segment. Chains take the text as it comes, a request at a time, in a few
-vectorised operations, forget the oldest by cutting them off, and cost 36 bytes per token of
-room, which doubles as it fills.
-What they give up: the longest match is exact among the newest `SAMPLES` places only.
+vectorised operations. They forget the oldest by cutting them off. They cost 36 bytes per token of
+room, which doubles as it fills. What they give up: the longest match is exact among the newest
+`SAMPLES` places only.
 
 Figures: ``python tools/lookup_figures.py``.
 Source: hash chains as in LZ77 compressors (RFC 1951, section 4); the use, SuffixDecoding,
@@ -78,7 +78,7 @@ class History:
     def add(self, text: Sequence[int]) -> None:
         """Take in one text; what is longer than half the capacity loses its beginning.
 
-        Cost: about a microsecond per token at some hundred tokens per call; now and then the
+        Cost: about a microsecond per token at some hundred tokens per call. Now and then the
         tables are made anew, which takes about a second per million tokens.
         """
         text = text[-(self.capacity // 2) :]

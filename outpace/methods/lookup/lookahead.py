@@ -12,10 +12,10 @@ drafted, several n-grams as a tree, together with the n-grams of the text itself
 
 The window is a comb of `Riders`: level 0 is a chain below the pending token, the other levels of
 a column hang from it one by one. That is the paper's attention pattern exactly: a token sees
-level 0 up to its column, and its own column. Two things differ, and neither can change the text,
-since riders are seen by nobody and drafts are verified whatever they are: guesses that share
-their first tokens share rows here, and a window whose text advanced by several tokens moves by
-as many columns (in the authors' code by one), so that its columns keep their positions.
+level 0 up to its column, and its own column. Two things differ. Neither can change the text, since
+riders are seen by nobody and drafts are verified whatever they are. Guesses that share their first
+tokens share rows here. A window whose text advanced by several tokens moves by as many columns, so
+that its columns keep their positions. In the authors' code it moves by one.
 
 Cost: riders are rows: (window - 1) + window * (ngram - 2) of them in every pass, 1 by default. More
 pay where a pass has rows to spare; the next tokens of a small or weak target are hard to
@@ -202,7 +202,7 @@ class Lookahead(RowwiseDrafter[_State]):
 def comb(columns: Sequence[Sequence[int]]) -> Riders:
     """A window as riders, level by level, the deepest level last.
 
-    Level 0 is a chain below the pending token, which stands in for the first of column 0; every
+    Level 0 is a chain below the pending token, which stands in for the first of column 0. Every
     other token follows the one above it in its column.
     """
     token_R = [column[0] for column in columns[1:]]

@@ -3,14 +3,14 @@
     ... the cat sat on the mat. [Then the cat] -> draft "sat on the mat."
     ... a word that never came before: [elec] -> draft "tric" "ity", from a table of pairs
 
-The longest suffix is found anywhere in prompt and output, its newest occurrence wins, and the
-draft copies on from there; a copy that touches the end of the text goes round if the match is
-longer than the round, which is what a loop looks like. A bigram table (``outpace build bigram``)
-takes over where nothing matches, where the pair is likelier than a short match, and where the
-text to copy from ends. So there is a guess at nearly every step, which pays on a machine where
-the first few are free. Without a table the method is silent on new text.
+The longest suffix is found anywhere in prompt and output. Its newest occurrence wins, and the draft copies on
+from there. A copy that touches the end of the text goes round if the match is as long as the round. That is
+what a loop looks like. Without a table it always goes round. A bigram table (``outpace build bigram``) takes
+over where nothing matches and where the text to copy from ends. It also does where the pair is likelier than
+a short match. So there is a guess at nearly every step, which pays on a machine where the first few are free.
+Without a table the method is silent on new text.
 
-Cost: amortised O(1) per token and per drafted token; some 600 bytes per token of a running
+Cost: amortised O(1) per token and per drafted token. Some 600 bytes per token of a running
 sequence, and 20 bytes per token of the vocabulary for a table.
 Paper: Chen et al. 2023, Cascade Speculative Drafting, arXiv:2312.11462, section 4 (there the
 earliest occurrence wins, which guesses worse).
@@ -33,8 +33,8 @@ from outpace.tree.growth import DraftRow
 from outpace.types import Draft
 
 ABROAD = 0.5
-"""How much of a pair's share in the table's text to expect in an answer: the surest pairs of
-other people's prose are kept about half as often as they came there."""
+"""How much of a pair's share in the table's text to expect in an answer. The surest pairs of other
+people's prose are kept about half as often as they came there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

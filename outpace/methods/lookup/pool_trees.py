@@ -1,7 +1,7 @@
 """Filling the shape of a budget with ranked guesses: a chain, a template, or a dynamic tree.
 
 A lookup can say what may follow a place, best first, and about how likely each guess is. In a
-chain and in a template the order alone counts: the r-th best guess below a node goes to the r-th
+chain and in a template the order alone counts. The r-th best guess below a node goes to the r-th
 child that the template gives it. A dynamic tree takes the guesses whose paths are likeliest.
 """
 

@@ -11,13 +11,13 @@ where the text repeats itself, a lookup of longer n-grams guesses better. A chai
 successor only, so give it a tree of as many rows as a pass has to spare: ``tree=3x1`` or
 ``tree=4x2x1``.
 
-The lists belong to one sequence: shared ones would make a text depend on what else was generated
-(in distribution it would not, but the same seed would no longer give the same text).
+By default the lists belong to one sequence. Shared ones would make a text depend on what else was
+generated. In distribution it would not, but the same seed would no longer give the same text.
 
-Cost: ranking the rows of a pass (16 rows of 49152: 0.2 ms), some dictionary reads per draft; a
-list per distinct token, at most 100 bytes each.
+Cost: ranking the rows of a pass (16 rows of 49152: 0.2 ms), some dictionary reads per draft. A
+list per distinct token takes at most 100 bytes.
 Paper: Luo et al. 2024 (Token Recycling), arXiv:2408.08696. Theirs is one matrix for all
-requests, of zeros at the start; here a list is empty until it is known, and the prompt fills some.
+requests, of zeros at the start. Here a list is empty until it is known, and the prompt fills some.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class RecyclingConfig:
     """A datastore (``outpace build datastore``) whose commonest successors stand in for tokens
     that the sequence has not met."""
     shared: bool = False
-    """One set of lists for all sequences of a key: guesses improve from request to request, and
+    """One set of lists for all sequences of a key. Guesses improve from request to request, and
     the same seed no longer gives the same sampled text."""
 
     def __post_init__(self) -> None:

@@ -5,12 +5,12 @@
                    |       guess after the edit: "to school every days", one place further on
                                              |   and here: ", and ..."
 
-Aggressive decoding for editing, LLMA for answers that copy from documents, and expected output
-(a *prediction*) are one method: keep one's place in the reference, draft on from there, and after
-a divergence find the place again. The reference is the one that the caller supplied, else the
-prompt, which the output joins as it comes: an answer that repeats itself follows itself. Where an
-encoder reads the prompt, its source is the reference, from the first token to the end of the text:
-who corrects or rewrites copies most of it.
+Aggressive decoding for editing, LLMA for answers that copy from documents, and expected output (a
+*prediction*) are one method. It keeps its place in the reference, and drafts on from there. After
+a divergence it finds the place again. The reference is the one that the caller supplied, else the
+prompt. The output joins the prompt as it comes, so an answer that repeats itself follows itself.
+Where an encoder reads the prompt, its source is the reference, from the first token to the end of
+the text. Who corrects or rewrites copies most of it.
 
 The place is a few hypotheses, best first. After a divergence from a text that is followed, the
 next few tokens of the reference say what kind of edit it was:

@@ -4,25 +4,25 @@
     draft   old --- town          as a tree (tree=2x1):   old --- town
                                                           new --- town
 
-A suffix automaton over prompt and output knows, for the text so far, its longest suffix that was
-there before, what followed it, and how often. The draft goes down that way as long as it pays:
+A suffix automaton over prompt and output knows the longest suffix of the text that was there
+before. It knows what followed it, and how often. The draft goes down that way as long as it pays:
 a few tokens after a short match, dozens after a long one (`outpace.drafters.worth`).
 
 ``shared=true`` also remembers what the drafter's earlier requests answered, in a bounded store,
 and takes whichever of the two promises more. It pays where requests resemble each other: agents
 that call the same tools, the same questions again, structured output. What somebody was answered
 can be guessed from how fast an answer comes, so requests of different keys have stores apart.
-``store=FILE`` keeps the store of requests without a key between runs: written once a minute at
-most while answers come, beside them, and when the process ends. If it cannot be written, the log
-says so, and nothing else changes.
+``store=FILE`` keeps the store of requests without a key between runs. It is written once a minute
+at most while answers come, beside them, and when the process ends. If it cannot be written, the
+log says so, and nothing else changes.
 
 The text at temperature 0, or with ``reproducible``, does not depend on any of this. Otherwise a
-request that shares a store gets coins of its own, and a seed promises no text: a draft that was
+request that shares a store gets coins of its own, and a seed promises no text. A draft that was
 read off an earlier answer must not meet the coins that made that answer.
 
 Cost: amortised O(1) per token and per drafted token, some 600 bytes per token of a running
-sequence; the store 36 bytes per token of room, which doubles up to ``capacity``, and one
-look-up of some 10 microseconds per draft.
+sequence. The store takes 36 bytes per token of room, which doubles up to ``capacity``. A draft
+takes one look-up in it, of some 10 microseconds.
 Paper: Oliaro et al. 2024, SuffixDecoding, arXiv:2411.04975; the automaton, SAM-Decoding,
 arXiv:2411.10666.
 """

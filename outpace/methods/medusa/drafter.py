@@ -1,16 +1,16 @@
 """Medusa: heads on the target's last hidden state guess several tokens ahead, all at once.
 
-Head k guesses the token k places after the pending one from the hidden state that gave the
-pending one, without reading it or the guesses before: so its law is one per depth, the same below
-every node of that level, and all levels of a draft cost one pass of the heads. A draft is a static
-tree whose shape was measured after training; ``tree=`` sets another.
+Head k guesses the token k places after the pending one, from the hidden state that gave the
+pending one. It reads neither that token nor the guesses before. So its law is one per depth, the
+same below every node of that level. All levels of a draft cost one pass of the heads. A draft is a
+static tree whose shape was measured after training; ``tree=`` sets another.
 
 Guesses pass for little but fit each other less with every level, since no head knows what the one
 before it chose; `hydra` reads that. Pays where a pass over a few dozen rows costs little more than
 one over a single row.
 
-Blockwise parallel decoding (Stern et al. 2018, arXiv:1811.03115) is the plain case: the argmax of
-every head as one chain, kept as far as it equals the target's own choice:
+Blockwise parallel decoding (Stern et al. 2018, arXiv:1811.03115) is the plain case. The argmax of
+every head makes one chain, kept as far as it equals the target's own choice:
 ``medusa[tree=chain verifier=match]``.
 
 Paper: Cai et al. 2024 (Medusa-1), arXiv:2401.10774. Theirs copies the unembedding for every head

@@ -4,11 +4,11 @@
     head 2     h, emb(pending), emb(x(n+1))           guesses x(n+2)
     head 3     h, emb(pending), emb(x(n+1)), ...      guesses x(n+3)
 
-So the law below a node depends on the whole path to it, and a level costs one pass of its head
-over the open nodes, all sequences together; nothing of the target is computed again. Without a
-prefix layer there is no cache: the hidden state is the only context. A draft is a static tree
-whose shape was measured after training; ``tree=`` sets another, ``tree=dynamic`` grows where the
-heads are sure.
+So the law below a node depends on the whole path to it. A level costs one pass of its head over
+the open nodes, all sequences together. Nothing of the target is computed again. Without a prefix
+layer there is no cache: the hidden state is the only context. A draft is a static tree whose shape
+was measured after training; ``tree=`` sets another, ``tree=dynamic`` grows where the heads are
+sure.
 
 More of a draft is kept than of `medusa`'s, for as many small passes as it is deep. `eagle3`, which
 attends to the whole text, keeps more still and costs more per level.

@@ -4,10 +4,10 @@
     head k     guesses token t + 1 + k:  x = M [h, embeddings], then x <- x + silu(A x + b), a few
                times; logits = the target's unembedding of x
 
-In training the tokens between are those of the text (teacher forcing): a guess is kept only if
-all before it were right, so these are the rows that count. Otherwise all is as for `medusa`: its
+In training the tokens between are those of the text (teacher forcing). A guess is kept only if all
+before it were right, so these are the rows that count. Otherwise all is as for `medusa`: its
 alignment, losses, measurement and tree. M starts as the identity on h, so every head starts with
-the target's distribution of the token before; a ``loop.lr`` of some 1e-3 does well.
+the target's distribution of the token before. A ``loop.lr`` of some 1e-3 does well.
 
 Paper: Ankner et al. 2024, arXiv:2402.05109, with the target's distributions as labels (their Hydra++ does
 the same). Their attention layer in front of the heads is the option ``prefix``; it starts as the

@@ -11,9 +11,9 @@
     module 2    ...  s1 of x(n-1) + xn, s1 of xn + x(n+1)       guesses x(n+2)
 
 Every module keeps keys and values of its own. All its rows for committed tokens are made of the target's
-states through the modules before, as in training: what a draft leaves behind is dropped, and made
-anew when the tokens are committed. Level d costs one pass of module d, over what was committed since
-its last pass and the open nodes with those above them.
+states through the modules before, as in training. What a draft leaves behind is dropped, and made anew
+when the tokens are committed. Level d costs one pass of module d, over what was committed since its last
+pass and the open nodes with those above them.
 
 Reads what ``outpace train mtp`` made, and modules that stand in the target's own checkpoint. Made for
 models that came with modules: there nothing has to be trained.

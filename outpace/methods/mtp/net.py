@@ -4,7 +4,7 @@
     parallel    x = layer(f)                                           f: of the target, for all
     both        logits = unembedding(norm(x))
 
-The unembedding is the target's. What the next module of a chain reads is x, or norm(x): files say
+The unembedding is the target's. What the next module of a chain reads is x, or norm(x). Files say
 which (``recycle``), and which state of the target the first one reads (``base``). The norms hide a
 wrong choice: text stays fluent, and less of it is accepted.
 

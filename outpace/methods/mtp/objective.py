@@ -4,7 +4,7 @@
                state of row t alone (parallel), and guesses token t + 1 + k
 
 All rows of a text go through a module at once, each seeing the rows before it. Behind the last module a
-chain uses that one again (``steps`` above ``modules``): then a row sees its own keys of the depths
+chain uses that one again (``steps`` above ``modules``). Then a row sees its own keys of the depths
 since, as in drafting. Modules start as the target's last layer; ``eh_proj`` starts as the identity on
 the state. Only they are trained: the trunk, embedding and unembedding are the target's.
 

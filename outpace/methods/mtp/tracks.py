@@ -2,7 +2,7 @@
 
 All rows that stay are made of committed tokens and of the target's states through the modules before,
 as in training. A module's row of a token reads the state that the module before made of the token
-before; so what one module gives waits for the next one, until that one is run.
+before. So what one module gives waits for the next one, until that one is run.
 
 Shape letters: T rows of a pass, R rows wanted, H hidden size.
 """

@@ -7,19 +7,18 @@
     target          one pass over all of it
 
 A phrase is what came behind a token: in the prompt and in the output so far, and in the rows of
-tokens that the target refused. Those were computed, and where the target's best guesses agree
-with the tokens that they were made after, they are text that it might have written elsewhere.
-Phrases behind the same two tokens come before those behind the same one.
+tokens that the target refused. Those were computed. Where the target's best guesses agree with the
+tokens that they were made after, they are text that it might have written elsewhere. Phrases
+behind the same two tokens come before those behind the same one.
 
     ouroboros[draft=draft_model[model=M] length=5 phrases=3 tokens=3 faster=true]
 
 Pays where drafts are often kept whole: a phrase counts only then, so it takes shorter drafts than
-the draft model alone. The defaults suit a draft model whose guesses are kept one time in three; one
-that is right more often wants a ``length`` of 3 to 6, and ``faster=true``, as above. Phrases are
-chosen, and hang behind the last token of the draft (of a tree, of the path of its first guesses);
-every guess of the draft model keeps its distribution, also where phrases sped it up, see `cascade`. Of a
-template the first ``length`` levels are the draft model's. Where chains alone can be checked, one
-phrase goes on.
+the draft model alone. The defaults suit a draft model whose guesses are kept one time in three. One that
+is right more often wants a ``length`` of 3 to 6, and ``faster=true``, as above. Phrases are chosen, and
+hang behind the last token of the draft (of a tree, of the path of its first guesses). Every guess of the
+draft model keeps its distribution, also where phrases sped it up, see `cascade`. Of a template the first
+``length`` levels are the draft model's. Where chains alone can be checked, one phrase goes on.
 
 Three things differ from the authors' code. Runs of refused rows count from two tokens on, not
 only at full length, and predictions made after a wrong token are never stored. The draft model
@@ -63,8 +62,8 @@ class OuroborosConfig:
     remembered: int = 16
     """Most phrases remembered per token; the newest stay."""
     faster: bool = False
-    """Whether phrases also draft for the draft model, if that is a language model: for one that is
-    slow and agrees with the target, for it vetoes phrases. Its drafts are chains then, with
+    """Whether phrases also draft for the draft model, if that is a language model. For one that is
+    slow and agrees with the target, since it vetoes phrases. Its drafts are chains then, with
     branches at the first token alone."""
     shared: bool = False
     """One pool for all sequences of a key: phrases of earlier requests serve later ones, and the

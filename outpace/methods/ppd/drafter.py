@@ -10,11 +10,11 @@ a few rows. Riders are seen by nobody, so guesses are scored as if they were alo
 level is the same below all nodes of the level before, as for `medusa`.
 
 How many levels a draft can have is the number of riders that its node had: the drafter is in one
-of K + 1 states. Each has its tree, and each node its riders, by what was accepted in training and
-by what passes over more rows cost here, timed once when the drafter is loaded (`ppd_trees`). The
-first step of a text has no guesses: riders come with a step, not with the prompt.
+of K + 1 states. Each has its tree, and each node its riders. Those follow from what was accepted in training,
+and from what passes over more rows cost here (`trees`). Passes are timed once, when the drafter is loaded.
+The first step of a text has no guesses: riders come with a step, not with the prompt.
 
-An ensemble has E vectors for each prompt token, in chains of their own at the same positions; the
+An ensemble has E vectors for each prompt token, in chains of their own at the same positions. The
 guess is the mean of their logits, here the unembedding of the mean hidden state.
 
 Pays where a pass has rows to spare: riders cost as much as guesses. A few KB of weights.
@@ -55,7 +55,7 @@ class PpdConfig:
     model: str | None = None
     """Folder of the prompt tokens; without it, the ones trained for the target."""
     rows: int | None = None
-    """Most rows of a pass: the pending token, guesses and riders, all taken to cost the same; by
+    """Most rows of a pass: the pending token, guesses and riders, all taken to cost the same. By
     default as many as pay, by passes that are timed when the drafter is loaded."""
 
     def __post_init__(self) -> None:

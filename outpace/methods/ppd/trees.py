@@ -1,22 +1,22 @@
 """The state machine of `ppd`: which tree, and how many riders below each of its nodes.
 
 A step that begins with d guesses is in state d. It drafts a tree of at most d levels and hangs
-riders below the pending token and below guesses; the riders of the node at which verification
-ends are the guesses of the next step:
+riders below the pending token and below guesses. The riders of the node at which verification ends
+are the guesses of the next step:
 
     state 2     pending - a - b      rows    pending, a, b, c and seven riders
        riders      3      2   2      ends    at the pending token  -> state 3
                         - c          ends    at a                  -> state 2
                           0          ends    at c                  -> state 0: riders alone
 
-Every row costs time. What a choice is worth in the long run is a matter of three numbers: tokens
-that the step emits, seconds that its pass takes, and ``value`` of the state that it leaves; where
-``rate`` is tokens per second in the long run,
+Every row costs time. What a choice is worth in the long run is a matter of three numbers. They are
+tokens that the step emits, seconds that its pass takes, and ``value`` of the state that it leaves.
+Where ``rate`` is tokens per second in the long run,
 
     best over trees and riders of    emitted - rate * seconds(rows) + mean of value[next state]
 
 Choices and values are improved in turns until they agree (Howard's policy iteration). The authors
-search all sizes of trees for one number of rows and take the number that pays best; here, each
+search all sizes of trees for one number of rows and take the number that pays best. Here, each
 state has the number of rows that pays for it.
 
 Paper: Chen et al. 2024 (PPD), arXiv:2405.18628.

@@ -132,8 +132,8 @@ class Cell:
         Args:
             depth: of the node that carries it; the pending token has 0.
             hidden: [*, H], float32.
-            embed: of the token: [*, H], the target's; [*, M] from an embedding of its own (lstm,
-                mlp_speculator). float32; of mean square 1 where the target's head is used.
+            embed: of the token, float32: [*, H], the target's; [*, M] from an embedding of its own
+                (lstm, mlp_speculator). Of mean square 1 where the target's head is used.
             state: of the node's parent, [*, S]; None at depth 0.
 
         Returns:

@@ -3,12 +3,12 @@
     root       h, emb(pending)                       state s_0, guesses depth 1
     a node     the state of its parent, its token    state s_t, guesses depth t + 1
 
-Every node keeps the state that its own path made, so branches do not mix: candidates that share a
-prefix share its nodes, which are computed once. The beam search of the papers is a tree here:
-``tree=dynamic:M:0`` expands the M likeliest candidates of every level, and what several beams have in common
-is one node. Siblings are drawn below their node at T > 0, so sampling is exact too, which the papers'
-beams are not. A level costs one pass of the cell over the open nodes, all sequences together, and
-of the head; nothing of the target is computed again, and there is no cache.
+Every node keeps the state that its own path made, so branches do not mix. Candidates that share a prefix
+share its nodes, which are computed once. The beam search of the papers is a tree here. ``tree=dynamic:M:0``
+expands the M likeliest candidates of every level, and what several beams have in common is one node.
+Siblings are drawn below their node at T > 0, so sampling is exact too, which the papers' beams are not. A
+level costs one pass of the cell over the open nodes, all sequences together, and of the head. Nothing of the
+target is computed again, and there is no cache.
 
 The cells, and how they differ: `outpace.methods.recurrent.cells`. Reads what ``outpace train`` made,
 and the published folders of Apple, IBM and Snowflake.

@@ -3,7 +3,7 @@
     row t      h_t, the target's last hidden state; tokens t + 1, t + 2, ... one after another
     depth k    the state after token t + k guesses token t + 1 + k
 
-In training the tokens are those of the text (teacher forcing): a guess is kept only if all before
+In training the tokens are those of the text (teacher forcing). A guess is kept only if all before
 it were right, so these are the rows that count. Labels are the target's distributions of answers
 that it wrote itself. `redrafter` starts with the target's distribution of the token before; the
 others start from a random matrix. A ``loop.lr`` of some 1e-3 does well.

@@ -7,8 +7,8 @@
 Every exit has a norm and a square matrix of its own before the target's head; all are trained together, on
 one objective. Each guess starts at the exit that the draft has come to. Its confidence says how often
 such guesses are right there and one exit deeper, as measured in training. It goes deeper if what that
-brings is worth what the layers between cost; all rows of the draft then follow in one pass, so every
-row has the same keys and values. Nothing is computed twice, neither between exits nor in verification.
+brings is worth what the layers between cost. All rows of the draft then follow in one pass, so every row
+has the same keys and values. Nothing is computed twice, neither between exits nor in verification.
 
 Which exit speaks depends on its own distribution and never on the token drawn, so the law recorded is the
 one drawn from. A draft ends behind a token that is less likely than the price of the next guess.

@@ -2,9 +2,9 @@
 
     y = n + n W,  n = norm(h)        h: the state after an exit's layers;  logits: head(y)
 
-Tensors ``norms`` [X, H] and ``linears`` [X, H, H]; config.json names the ``exits`` and ``right``: how often
-guesses of some confidence were right, by exit and confidence, and how often those of the next exit were
-at the same places.
+Tensors are ``norms`` [X, H] and ``linears`` [X, H, H]; config.json names the ``exits`` and ``right``. The
+latter says how often guesses of some confidence were right, by exit and confidence. It also says how often
+those of the next exit were at the same places.
 
 Those of `sec` have ``classes`` [X + 1, 3, H + 2] besides: by exit, and last behind all layers, what scores
 the things to do (`outpace.methods.s2d.sec_drafter`). The last column is the bias, the one before it the

@@ -51,8 +51,8 @@ PRIOR = 4.0
 @dataclass(frozen=True, kw_only=True, slots=True)
 class S2dTraining(LossTraining):
     exits: str | None = None
-    """Numbers of layers, such as ``6+12+18``; without it the exits that the target was trained with, or a
-    fifth, two fifths and three fifths of its layers."""
+    """Numbers of layers, such as ``6+12+18``. Without it, the exits that the target was trained with, or
+    a fifth, two fifths and three fifths of its layers."""
 
     def __post_init__(self) -> None:
         LossTraining.__post_init__(self)

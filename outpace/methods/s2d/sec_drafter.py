@@ -7,14 +7,14 @@
 Exits are those of `s2d`, which asks the head at every exit how sure it is. The classifier costs three
 products of vectors, so the head is paid once per guess, and not at all where the draft ends.
 
-Which exit speaks, and where a draft ends, follows from states of tokens that stay in it; so the
+Which exit speaks, and where a draft ends, follows from states of tokens that stay in it. So the
 distribution recorded is the one drawn from. States of shallow rows are kept up to their layer alone:
 verification computes the rest.
 
-With ``stop`` the classifier behind all layers may also end the text, before a token that is probably not
-the one that a person would have written. It reads the state that the token comes from, and how unsure the
-target is of its likeliest token. That keeps a prefix of the text and changes its length, so it has to be
-allowed. Where a text ends does not depend on drafts or batches.
+With ``stop`` the classifier behind all layers may also end the text. It does so before a token that is
+probably not the one that a person would have written. It reads the state that the token comes from, and
+how unsure the target is of its likeliest token. That keeps a prefix of the text and changes its length,
+so it has to be allowed. Where a text ends does not depend on drafts or batches.
 
 Paper: SEC, Sun et al. 2024, arXiv:2401.09964. There an exit gives the token, keys of skipped layers come
 from its state, and labels say EXIT wherever an earlier layer was right. Here labels say it where that

@@ -1,6 +1,6 @@
 """Skipped middle layers and mask tokens: the target guesses several tokens in one short pass.
 
-    rows      pending, and riders M1 ... MK: trained masks at the positions of the next tokens
+    rows      pending, and riders M1 ... MK, trained masks at the positions of the next tokens
     layers    those below the gap, then those behind it; all see the target's own keys and values
     slots     pending gives the first guess, Mk the (k + 1)-th
 

@@ -2,8 +2,8 @@
 
     y_k = n_k + n_k W_k      n_k: the normed last state of slot k;  logits: head(y_k)
 
-Tensors ``masks`` [K, H] and ``linears`` [K + 1, H, H]; config.json has ``skip``, the first layer that is left
-out and the first behind that is not, and perhaps ``acceptance`` by slot and rank.
+Tensors are ``masks`` [K, H] and ``linears`` [K + 1, H, H]. In config.json are ``skip``, the first layer that
+is left out and the first behind that is not, and perhaps ``acceptance`` by slot and rank.
 
 Shape letters: K masks, H hidden size, S slots.
 """

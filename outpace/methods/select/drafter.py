@@ -4,11 +4,11 @@
     recycling   sat down            ->   sat -+- on - the - mat - .
                 slept                         +- down
 
-All members that choose their guesses are asked at every step; a lookup says how likely each guess
-is from the length of its match, of the others it counts how often their first guess was right. The
-guesses are merged by common prefixes, and as many are checked as pay. A member that samples, such
-as a draft model, is picked before it draws, or its distribution would not be that of its tokens: it drafts
-where it promises more than the forest does, and then alone.
+All members that choose their guesses are asked at every step. A lookup says how likely each guess is from
+the length of its match. For the others, `select` counts how often their first guess was right. The guesses
+are merged by common prefixes, and as many are checked as pay. A member that samples, such as a draft
+model, is picked before it draws, or its distribution would not be that of its tokens. It drafts where it
+promises more than the forest does, and then alone.
 
     select[members=suffix+recycling]
     select[members=suffix+draft_model[model=M]]

@@ -7,8 +7,8 @@ only where the first is wrong:
     suffix     sat 0.6                  sat  0.6
     recycling  slept 0.4       ->       slept 0.4 * (1 - 0.6)
 
-First guesses of suffix and recycling on 24 of the built-in prompts: taken to be independent, two
-that agree say 0.55 where 0.38 are kept, and a rival says 0.36 where 0.15 are.
+So it was for first guesses of suffix and recycling on 24 of the built-in prompts. Taken to be
+independent, two that agree say 0.55 where 0.38 are kept. A rival says 0.36 where 0.15 are.
 """
 
 from __future__ import annotations

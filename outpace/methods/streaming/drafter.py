@@ -16,11 +16,11 @@ target's rows: they attend to the keys and values of those. So verifying and gue
 Only nodes that are likely to be reached carry streams: ``rows`` of a pass at most. First children go before
 second ones, so which nodes follows from the order of drawing, and nothing that was drawn is dropped.
 
-Before verification an early exit prunes the tree: one pass of the first layers says how likely each
-guess is reached, unlikely ones leave, and verification goes on from there. Guesses that were drawn stay.
+Before verification an early exit prunes the tree. One pass of the first layers says how likely each
+guess is reached. Unlikely ones leave, and verification goes on from there. Guesses that were drawn stay.
 
 Papers: Speculative Streaming, arXiv:2402.11131 (there the target is tuned as well, and pruning is inside of
-the pass); COrAL, arXiv:2410.09675 (there the block is refined and not verified).
+the pass). COrAL, arXiv:2410.09675 (there the block is refined and not verified).
 
 Shape letters: K streams, R riders, T guesses of all sequences, F nodes of a frontier, H hidden size, D draft
 vocabulary.

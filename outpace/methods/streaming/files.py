@@ -5,8 +5,8 @@
 
     early exit, for pruning:  y = n + n X, n = norm(state after ``exit`` layers);  logits: head(y)
 
-Tensors ``streams`` [K, H] (P), ``enter`` [H, H] (E), ``exit.norm`` [H], ``exit.linear`` [H, H] (X), and for
-every projection of the upper layers, named as in the target, ``.a`` [R, I] and ``.b`` [O, R].
+Tensors are ``streams`` [K, H] (P), ``enter`` [H, H] (E), ``exit.norm`` [H] and ``exit.linear`` [H, H] (X).
+Every projection of the upper layers, named as in the target, has ``.a`` [R, I] and ``.b`` [O, R].
 
 Shape letters: K streams, H hidden size, R rank, I inputs, O outputs.
 """
