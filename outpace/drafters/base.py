@@ -154,7 +154,7 @@ class Drafter(ABC, Generic[S]):
     @property
     def language_model(self) -> Target | None:
         """The model, if the drafter is a language model over the target's vocabulary and nothing
-        more, so that a cascade may speed it up; else None.
+        more; else None. A cascade may speed it up.
         """
         return None
 

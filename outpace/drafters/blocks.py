@@ -3,7 +3,7 @@
     block of 3    pass 1 reads the root     depths 1, 2, 3: the same below every node of a depth
                   pass 2 reads nodes at 3   depths 4, 5, 6: of every node's own descendants
 
-A guess inside a block does not know the guesses above it in the same block: all nodes below one
+A guess inside a block does not know the guesses above it in the same block. All nodes below one
 block's root have the same distribution at each depth. It is drawn below every node by itself, so
 what a verifier is told is what was drawn from, as for any drafter.
 
@@ -44,8 +44,8 @@ class BlockDrafter(ExpandingDrafter[S]):
         """Run one pass over nodes at which blocks begin.
 
         Args:
-            branches: the root in the first call; later nodes whose depth is a multiple of K, and of
-                which everything up to K levels above was asked before.
+            branches: the root in the first call; later, nodes whose depth is a multiple of K.
+                Everything up to K levels above them was asked before.
 
         Returns:
             float32 [F, K, D]: what may stand 1, 2, ..., K levels below each node.

@@ -18,8 +18,8 @@ from outpace.types import Feed, Scored
 PASSES = frozenset({TREE, TAPS, EMBEDDINGS})
 """Abilities that are those of a pass: who stands before a model passes them on with ``score``."""
 _NEVER = -1e4
-"""Logit of a token that the model does not know: finite, so that a request that allows no other
-token still has a distribution to draw from. The target will refuse what it gives."""
+"""Logit of a token that the model does not know. It is finite, so that a request that allows no
+other token still has a distribution to draw from. The target will refuse what it gives."""
 
 
 class Columns(Target):

@@ -6,9 +6,9 @@
                                      a+x5    ->    guesses x6, and so on
 
 Row t has position t, as in `outpace.train.align`. What the target has computed since the last
-draft goes through the network in the pass of the draft's first level, so a draft of depth D costs D
-passes of it. Keys made from its own outputs are dropped after each draft and made anew
-from the target's features.
+draft goes through the network in the pass of the draft's first level. So a draft of depth D costs D
+passes of it. Keys made from its own outputs are dropped after each draft and made anew from the
+target's features.
 
 Of a prefix that the target's cache held already no pass shows features. Its rows come from earlier sequences
 that read it, piece by piece. In the second turn of a conversation `eagle3` then emits 3.27 tokens per pass,

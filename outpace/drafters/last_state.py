@@ -4,10 +4,10 @@
     hidden    h, of the row that fed x(n-1), behind the final norm
 
 They keep no cache: one state per sequence, replaced at every commit. A tree is static unless told
-otherwise. With the weights are stored the accuracies a[k][i], how often the i-th likeliest token at
-depth k was the target's, given that the path before was; the tree takes the paths with the largest
-products. It stands in for ``STOCK``, the tree of a drafter that nobody gave another. Its first four
-nodes are checked where nobody says how many: on CPUs further rows cost what they bring.
+otherwise. The accuracies a[k][i] are stored with the weights. They say how often the i-th likeliest
+token at depth k was the target's, given that the path before was. The tree takes the paths with the
+largest products. It stands in for ``STOCK``, the tree of a drafter that nobody gave another. Its
+first four nodes are checked where nobody says how many: on CPUs further rows cost what they bring.
 
 Shape letters: B sequences, F nodes of a frontier, H hidden size, V vocabulary.
 """

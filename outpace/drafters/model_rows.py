@@ -1,8 +1,8 @@
 """Drafting with a Target: a second model, or some layers of the first one.
 
-Its cache follows the committed text by ids, so it may lag and catch up; guesses that were accepted
+Its cache follows the committed text by ids, so it may lag and catch up. Guesses that were accepted
 keep their keys and values, so a step costs one pass per level and no more. A text of which the
-target knew the beginning already is read by portions, and drafted for once it is read: sequences
+target knew the beginning already is read by portions, and drafted for once it is read. Sequences
 that share passes with it wait for a portion between two of their tokens, and not for all of it.
 
 Shape letters: F rows of a level, D columns of the model's logits, W width of the model.

@@ -1,8 +1,8 @@
 """One decoder layer that drafts: its weights, its cache, and a pass over rows of many sequences.
 
 Rows may be chains and trees, as in a pass of a decoder; behind the attention only the rows whose
-outputs are wanted are computed. Compiled code runs the layer as part of a `Plan`; ``run`` is the
-same in torch, for all other machines, and the oracle of the tests.
+outputs are wanted are computed. Compiled code runs the layer as part of a `Plan`. In torch,
+``run`` is the same, for all other machines, and the oracle of the tests.
 
 Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads,
 R rows wanted; of heads, X = K * (G + 2) heads of all kinds, W their width, Y heads of some kinds.

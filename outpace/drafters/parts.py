@@ -15,8 +15,8 @@ def split_parts(text: str, who: str) -> list[MethodSpec]:
     """Read ``SPEC+SPEC+...``; plus signs inside brackets belong to the specs.
 
     Raises:
-        SpecError: an empty part, a spec that cannot be read, or one that says how its drafts are
-            to be grown or verified, which the whole decides.
+        SpecError: an empty part, or a spec that cannot be read. Also one that says how its drafts
+            are to be grown or verified, which the whole decides.
     """
     specs = []
     for part in split_specs(text, "+", empty=True):

@@ -3,9 +3,9 @@
     tail of the slot    pending  a  b  c        fed by the drafter, layers below e only
     verification        pending  a  b  c  d     a, b, c enter at layer e; d runs all layers
 
-What is done below layer e is not done again: the draft carries the residual stream of the rows
-fed (``Draft.resume``), and their keys and values stay where they are. For every drafter that
-works on shallow states of the target, whatever it makes of them.
+What is done below layer e is not done again. The draft carries the residual stream of the rows fed
+(``Draft.resume``), and their keys and values stay where they are. For every drafter that works on
+shallow states of the target, whatever it makes of them.
 
 Shape letters: K rows fed, H hidden size.
 """

@@ -1,8 +1,9 @@
 """Folders of the speculators library and of methods' authors: what trained drafters of all kinds share.
 
-A config.json of speculators names its kind, the model that it drafts for (the verifier), and the shape of its
-layers as a config of transformers. Numbers of layers whose features are read count streams there and here:
-L is the stream behind L layers. Authors as a rule count the layer whose output it is, one less.
+A config.json of speculators names its kind, and the model that it drafts for (the verifier). It gives the
+shape of its layers as a config of transformers. Numbers of layers whose features are read count streams
+there and here: L is the stream behind L layers. Authors as a rule count the layer whose output it is,
+which is one less.
 
 Shape letters: V vocabulary, H hidden size.
 """

@@ -322,7 +322,7 @@ def vocab_map(tensors: Mapping[str, Tensor], vocab_size: int) -> VocabMap | None
 
 def rounding(quantize: str | None, target: Target) -> str | None:
     """How the weights of a drafter are rounded: as was asked where compiled code multiplies them,
-    so that there is less to read; not at all elsewhere.
+    so that there is less to read. Not at all elsewhere.
 
     Raises:
         UnknownNameError: no such kind.

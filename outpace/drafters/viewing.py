@@ -1,7 +1,7 @@
 """Drafters that are the target itself, reading a part of its keys and values.
 
-They draft in the slot that the target lends: rows of the draft are fed with a view, which names the
-committed rows that they see, and leave the slot with the draft. No key is copied, and none is kept
+They draft in the slot that the target lends. Rows of the draft are fed with a view, which names the
+committed rows that they see. They leave the slot with the draft. No key is copied, and none is kept
 twice. Verification feeds without a view, and sees all.
 
 A guess costs the target's weights and the keys seen; a pass of the target costs its weights and all
@@ -76,7 +76,7 @@ class ViewState:
 _SAVES = 6
 """Texts must be so many times as long as their view: over less, a guess costs nearly as much as a token.
 Measured on SmolLM2-135M (docs/results/views.md): a view of 512 brings 0.92, 1.02 and 1.17 x at 2, 4 and 8
-times, one of 1024 brings 1.10 and 1.34 x at 4 and 8."""
+times. One of 1024 brings 1.10 and 1.34 x at 4 and 8."""
 
 
 class ViewDrafter(ExpandingDrafter[ViewState]):

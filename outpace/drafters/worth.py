@@ -10,11 +10,11 @@ the shape of an escape estimate of text compression. The constants fit greedy an
 chat model to chat, code, editing and extraction prompts (match 1: a quarter is kept, 2: half,
 4: three quarters, 16: more than nine in ten); ``doubt`` learns from verdicts how one text differs.
 
-More guesses make a pass dearer, so a draft ends where one more would lower the tokens emitted
-per unit of time: after three or four where a match is weak, far later where it is strong.
+More guesses make a pass dearer, so a draft ends where one more would lower the tokens emitted per
+unit of time. That is after three or four where a match is weak, far later where it is strong.
 
-Source of the estimate: Cleary and Witten 1984, "Data compression using adaptive coding and
-partial string matching"; of drafts that grow with the match: SuffixDecoding, arXiv:2411.04975.
+Source of the estimate: Cleary and Witten 1984, "Data compression using adaptive coding and partial
+string matching". Of drafts that grow with the match: SuffixDecoding, arXiv:2411.04975.
 """
 
 from __future__ import annotations
@@ -161,9 +161,9 @@ def grow(after: After[N], start: N, budget: Budget, owner: int | None = None) ->
     Args:
         after: what may follow a node; asked only where the shape has room.
         start: the node of the pending token.
-        budget: a chain follows the likeliest token; a template is filled with siblings, and
-            branches that have no continuation or do not pay are left out; a dynamic tree is made
-            of all that is likely enough.
+        budget: a chain follows the likeliest token. A template is filled with siblings; branches
+            that have no continuation or do not pay are left out. A dynamic tree is made of all
+            that is likely enough.
 
     Returns:
         A CHOSEN draft with `Chances` as its memo; empty if nothing is likely enough.

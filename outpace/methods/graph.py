@@ -7,10 +7,10 @@
                       +- dog - sat - on -+- a
                                          +- the
 
-Branches of a tree often differ in one token and agree again. Where a branch ends in the same
-tokens (``agree`` of them before the last) as another one that the draft model has gone on from,
-it is not run again: what the model said there is said here. The tree grows by any rule, to any
-shape, in its budget. The copies are what unrolls the graph, and they cost the draft model nothing.
+Branches of a tree often differ in one token and agree again. A branch may end in the same tokens
+(``agree`` of them before the last) as another one that the draft model has gone on from. Then it
+is not run again. What the model said there is said here. The tree grows by any rule, to any shape,
+in its budget. The copies are what unrolls the graph, and they cost the draft model nothing.
 
 Guesses below a copy have the distribution of the place that it stands for. They are drawn from it afresh
 in every copy, and it is the q that is recorded. So any verifier works, at any temperature. Only ancestors

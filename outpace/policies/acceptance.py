@@ -20,8 +20,8 @@ from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
 Kind = tuple[str | int, ...]
-"""What is counted: KEPT guesses, by level and width of a tree; likewise the levels that it HAS, of those
-asked for; NODES of a tree, over its levels, by width. Each part narrows it down."""
+"""What is counted: KEPT guesses, by level and width of a tree. Likewise the levels that it HAS, of those
+asked for. NODES of a tree, over its levels, by width. Each part narrows it down."""
 KEPT, HAS, NODES = "kept", "has", "nodes"
 
 

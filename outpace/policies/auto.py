@@ -9,7 +9,7 @@ sequences that use it, so drafters with levels are weighed for all together.
 A drafter that is not asked teaches nothing. It is tried for one sequence when the last trial lies so far
 back that trials lose no more than their share of the time.
 
-Sources: goodput (SmartSpec, arXiv:2406.14066) and trees by measured cost (Sequoia, arXiv:2402.12374); the
+Sources: goodput (SmartSpec, arXiv:2406.14066) and trees by measured cost (Sequoia, arXiv:2402.12374). The
 largest ratio by gains at a rate that is put right until they agree (Dinkelbach 1967).
 """
 

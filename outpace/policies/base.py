@@ -50,8 +50,8 @@ class Policy(ABC):
     """Frozen keyword-only dataclass; its fields are the keys of ``policy=NAME[...]``."""
     deterministic: ClassVar[bool] = True
     """Whether plans follow from the sequence's own past alone. Those that read costs depend on
-    clocks and neighbours: the same seed then promises the same text only under a verifier that
-    makes the text independent of drafts, and the engine takes that one for seeded requests."""
+    clocks and neighbours. Then the same seed promises the same text only under a verifier that
+    makes the text independent of drafts. The engine takes that one for seeded requests."""
     reads_previews: ClassVar[bool] = False
     """Whether drafters are asked for previews before ``plan``."""
     reads_estimates: ClassVar[bool] = False

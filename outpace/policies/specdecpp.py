@@ -6,21 +6,21 @@ if all before it are. A branch goes on while
     1 - a_1 a_2 ... a_(k-1) <= threshold          k guesses drawn, all of them kept and verified
 
 The head reads the state in which the drafter drew the guess after, so the newest guess has no
-estimate yet: scoring it would cost the pass that drafts the next one. The rule reads states of
-tokens that are drawn and stay in the draft, and nothing of what is not drawn yet, so it cannot
+estimate yet. Scoring it would cost the pass that drafts the next one. The rule reads states of
+tokens that are drawn and stay in the draft, and nothing of what is not drawn yet. So it cannot
 bias the output.
 
-As a decision process: one more guess costs c1 if it is thrown away, a verification c2, and
-stopping is right once the chance of a refusal is at least (c2 + d) / (c1 + c2 + d), for some
+As a decision process: one more guess costs c1 if it is thrown away, and a verification c2.
+Stopping is right once the chance of a refusal is at least (c2 + d) / (c1 + c2 + d), for some
 d >= 0. The threshold stands for that; it is lower where a guess is dear beside a pass. Heads are
 trained with refusals weighed 6 to 1, so their estimates are lower than true chances, and the
 threshold is meant for such.
 
 Pays where some stretches of a text are guessed well and others badly. How long a draft may become
 is the drafter's ``tree_size``: give it one that is seldom reached, such as 20. Needs a draft model
-with a head from ``outpace train acceptance``, or a drafter whose own head foresees its draws (``eagle3``
-and block drafters trained with ``confidence``, ``dspark``); others are refused. Such a head says a_k
-before draw k.
+with a head from ``outpace train acceptance``, or a drafter whose own head foresees its draws. Those are
+``eagle3`` and block drafters trained with ``confidence``, and ``dspark``; others are refused. An own
+head says a_k before draw k.
 
 Paper: Huang et al. 2024 (SpecDec++), arXiv:2405.19715 (``threshold`` is h, ``least`` k_min,
 ``tree_size`` k_max).

@@ -1,20 +1,20 @@
 """Trees that grow where the drafter's own probabilities say that a guess is likely to be reached.
 
 The value of a place for a guess is the probability, by the drafter's own distributions, that verification
-gets there: the parent is accepted, and every sibling before it is refused. A chosen tree takes the
-most valuable nodes of all that were looked at. A tree drawn without replacement draws slots, most
-valuable first, and never looks at a token before it has decided to draw it; what it has drawn it
-keeps. For the other kinds of draws the distribution alone says how many siblings a node gets, before any of
-them is drawn: their verifiers count siblings (`k_seq` divides by a function of their number), and
-a number that depends on the draws would tell them something of the tokens.
+gets there. For that, the parent is accepted, and every sibling before it is refused. A chosen tree takes
+the most valuable nodes of all that were looked at. A tree drawn without replacement draws slots, most
+valuable first. It never looks at a token before it has decided to draw it, and keeps what it has drawn. For
+the other kinds of draws the distribution alone says how many siblings a node gets, before any of them is
+drawn. Their verifiers count siblings (`k_seq` divides by a function of their number). A number that depends
+on the draws would tell them something of the tokens.
 
 Every level costs one pass of the drafter, for all branches that go on together. It opens if what it is
-expected to bring, the values of the nodes that go on times how likely the level before was kept, is more
-than its price and that of the rows; and a guess gets a row if it is worth more than the row (``Price``).
+expected to bring is more than its price and that of the rows (``Price``). That is the values of the nodes
+that go on, times how likely the level before was kept. A guess gets a row if it is worth more than the row.
 At temperature 0 the drafter's logits are first divided by what makes its probabilities those of being kept.
 
 Sources: DySpec, arXiv:2410.11744 (values and slots; its threshold variant with one pass per layer,
-the test turned round); EAGLE-2, arXiv:2406.16858 (expand and re-rank, for CHOSEN drafts alone).
+the test turned round). EAGLE-2, arXiv:2406.16858 (expand and re-rank, for CHOSEN drafts alone).
 
 Shape letters: F open nodes, D draft vocabulary.
 """
@@ -158,8 +158,8 @@ class Dynamic:
         return draft, None if kept == list(range(len(self.tokens))) else kept
 
     def _best(self) -> list[tuple[int, float]]:
-        """The most valuable nodes, as many as the budget has: closed under ancestors, since a
-        child is worth at most its parent and comes after it.
+        """The most valuable nodes, as many as the budget has and as pay. Closed under ancestors,
+        since a child is worth at most its parent and comes after it.
         """
         ranked = sorted(enumerate(self._value), key=lambda pair: (-pair[1], pair[0]))
         most = min(len(ranked), self._budget.max_nodes)

@@ -1,8 +1,8 @@
 """Growing trees: from a drafter that can expand nodes to drafts of every shape.
 
 One loop serves chains and trees, greedy and sampled, one sequence and a batch. Level by level,
-the nodes that may have children are expanded in one pass of the drafter, their children are
-drawn by the rule that the verifier asks for, and the distribution really drawn from is recorded.
+the nodes that may have children are expanded in one pass of the drafter. Their children are drawn
+by the rule that the verifier asks for. The distribution really drawn from is recorded.
 
 Shape letters: F nodes of a frontier (all sequences together), D draft vocabulary.
 """

@@ -56,12 +56,12 @@ def table(parents: Sequence[int]) -> Shape:
 def parse_shape(text: str) -> Shape:
     """Read a shape as users write it.
 
-    ``chain``; ``4x2x1`` (children per level); ``[-1,-1,0,0,1]`` (a table of parents);
-    ``dynamic`` (grown where it pays), ``dynamic:W`` (with at most W nodes expanded per level),
-    ``dynamic:W:L`` (a guess gets a row if the drafter gives it L / ``tree_size`` or more to be
-    reached; 0 fills the tree);
-    ``cape`` (a chain of 4 guesses, with siblings where the drafter is unsure), ``cape:D`` (of D);
-    ``FILE.json`` (a table of parents that ``outpace analyze shape`` wrote).
+        chain, 4x2x1          one guess per level; so many children per level
+        [-1,-1,0,0,1]         a table of parents; FILE.json: one that ``outpace analyze shape`` wrote
+        dynamic, dynamic:W    grown where it pays; with at most W nodes expanded per level
+        dynamic:W:L           a guess gets a row if the drafter gives it L / ``tree_size`` or more to be
+                              reached; 0 fills the tree
+        cape, cape:D          a chain of 4 guesses, or of D, with siblings where the drafter is unsure
 
     Raises:
         SpecError: anything else, or a file without a table.

@@ -1,13 +1,13 @@
 """Speculative sampling along one drafted chain.
 
 The drafted token x ~ q is kept with probability min(1, p(x) / q(x)). At the first refusal the
-token in its place comes from the residual, norm([p - q]_+), and the walk ends; if all are kept,
+token in its place comes from the residual, norm([p - q]_+), and the walk ends. If all are kept,
 one more comes from the distribution after the last. What comes out at a position is
 
     min(p, q) + (1 - sum min(p, q)) * norm([p - q]_+) = min(p, q) + [p - q]_+ = p.
 
-A token that was chosen without chance is a draw from its own one-hot distribution: kept with
-probability p(x), and refused it leaves p without x. No rule keeps a single token more often.
+A token that was chosen without chance is a draw from its own one-hot distribution. It is kept with
+probability p(x); refused, it leaves p without x. No rule keeps a single token more often.
 
 Cost: two gathers per visited node; one O(V) pass at the first refusal and one for the last draw.
 Paper: Leviathan et al. 2023, arXiv:2211.17192, algorithm 1; Chen et al. 2023, arXiv:2302.01318

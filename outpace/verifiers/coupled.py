@@ -1,11 +1,11 @@
 """Coupled sampling: draft and target race the same distribution against the same noise.
 
 The token at absolute position t is the winner of a Gumbel race: argmax over tokens of
-log p + noise(seed, t, token). It is a function of the prefix, p and the seed, so the text is the
-same with any drafter and with none, wherever logits are bit-equal. Noise of different positions
-is independent, so the text has the distribution p. A drafter that races its own q against the same noise
-wins with the same token with probability at least (1 - TV) / (1 + TV), TV the distance of p
-and q, and nobody has to compare distributions or draw from a residual.
+log p + noise(seed, t, token). It is a function of the prefix, p and the seed. So the text is the same
+with any drafter and with none, wherever logits are bit-equal. Noise of different positions is
+independent, so the text has the distribution p. A drafter that races its own q against the same noise
+wins with the same token with probability at least (1 - TV) / (1 + TV). Here TV is the distance of p
+and q. Nobody has to compare distributions or draw from a residual.
 
 Cost: one race per visited node, O(support of p) each; nothing per drafted node.
 Paper: Daliri et al. 2024, arXiv:2408.07978 (drafter-invariant speculative decoding: their

@@ -7,7 +7,7 @@ that distribution r. It is plain speculative sampling of x, with a bonus:
     otherwise draw the extra token from norm([p - r]_+); if one of the greedy tokens comes, it is
     kept as well.
 
-r is 0 on the greedy tokens, so the residual holds all of p there, and a position is kept with
+r is 0 on the greedy tokens, so the residual holds all of p there. A position is kept with
 probability p(greedy) + sum over the others of min(p, r). That is the most that any lossless rule
 can keep of these drafts. `tree` keeps as much of them, with one coin more per greedy token.
 

@@ -3,9 +3,9 @@
 Recursive rejection tries the second of k draws against what the first left of p. Here each of
 the k draws x ~ q is kept with probability
 
-    min(1, p(x) / (rho q(x)))            so a trial keeps  beta = sum min(q, p / rho)  on average,
+    min(1, p(x) / (rho q(x)))            so a trial keeps  beta = sum min(q, p / rho)  on average.
 
-and if none is kept the extra token has the distribution norm(p - min(q, p / rho) a / beta), where
+If none is kept, the extra token has the distribution norm(p - min(q, p / rho) a / beta). Here
 a = 1 - (1 - beta)^k is the chance that one is. That distribution exists where a <= rho beta; the least
 such rho, between 1 and k, keeps most. For k = 1 it is 1, and the rule that of `chain`. It keeps at
 least 1 - 1/e of what any rule can keep of independent draws, and often more than recursive

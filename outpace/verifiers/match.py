@@ -4,9 +4,9 @@
     the --+-- cat
           +-- mat   <- kept; draw again from the distribution after "mat"
 
-Whatever the draft holds, the token at each visited node is one fresh draw from p, so the output
-has the distribution p; the draft decides only how many such draws one pass can serve. A group S of
-siblings is thus kept with probability p(S), which is the most that any rule can reach for
+Whatever the draft holds, the token at each visited node is one fresh draw from p. So the output
+has the distribution p, and the draft decides only how many such draws one pass can serve. A group
+S of siblings is thus kept with probability p(S). That is the most that any rule can reach for
 tokens that were chosen without chance.
 
 Cost: one draw per visited node, O(support of p) each; nothing per drafted node.

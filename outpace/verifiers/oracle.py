@@ -3,8 +3,8 @@
 The younger half of them is in `outpace.analysis.oracles`.
 
 With the same coins the fast verifiers give the same verdicts. Two things are convention and not
-distribution, and are shared with them: the keys of the coins, and that a draw lays the tokens along the
-uniform in the order of p's support.
+distribution, and are shared with them. They are the keys of the coins, and that a draw lays the tokens
+along the uniform in the order of p's support.
 
 Shape letters: V vocabulary.
 """

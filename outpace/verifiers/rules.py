@@ -77,8 +77,8 @@ def follow(draft: Draft, laws: TargetLaws, pick: Pick, want_laws: bool) -> Verdi
 class OneGroup(Verifier):
     """Walks down: tries what was drawn, then draws what is left of p and follows its child, if any.
 
-    The token drawn is emitted whether a child carries it or not, so following that child costs
-    nothing and changes no distribution; chosen siblings are kept with all the mass that they hold.
+    The token drawn is emitted whether a child carries it or not. So following that child costs
+    nothing and changes no distribution. Chosen siblings are kept with all the mass that they hold.
     """
 
     one_law = True

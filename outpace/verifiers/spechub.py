@@ -14,12 +14,12 @@ The linear program of what is kept is then solved token by token, all for x othe
     nothing is kept         [p - q - q(a) r]_+                the residual
 
 The rows add up to p, for x and for a. A position is kept with probability p(a) + sum over x of
-min(p, q + q(a) r), the most that any lossless rule can keep of these pairs. Since q + q(a) r is r, that is
-what `greedy_plus_one` keeps of two drafts, at every p and q: never more, never less. What differs is the
-order. The hub is first there; here the first draft is a draw from q, and it is kept first, nearly as
-often as by `chain`. So more is kept where the first sibling has more below it than the second, such as
-in a chain with one sibling per level, and less where the hub should have it, since p is sure of it. `tree`
-keeps its first draft a little more often, and one of two less often, unless q is flat.
+min(p, q + q(a) r). That is the most that any lossless rule can keep of these pairs. Since q + q(a) r is r,
+it is what `greedy_plus_one` keeps of two drafts, at every p and q: never more, never less. What differs is
+the order. The hub is first there; here the first draft is a draw from q, and it is kept first, nearly as
+often as by `chain`. So more is kept where the first sibling has more below it than the second, such as in
+a chain with one sibling per level. Less is kept where the hub should have it, since p is sure of it.
+`tree` keeps its first draft a little more often, and one of two less often, unless q is flat.
 
 Wider shapes get two siblings per node. A single draft is one draw from q, and the rule that of `chain`.
 

@@ -1,9 +1,9 @@
 """Traversal verification: one decision per leaf, from the bottom of the tree to its root.
 
 Rejection from the top gives up a whole subtree for one refused token. Here a path is judged as a
-whole, as `block` does for a chain. Every node v carries a weight w, 1 at the root: with
-probability w the walk is to end at v or below it, with the distribution of the target. Its children are
-tried in draw order; the next one, x ~ q given those before it, gets the weight
+whole, as `block` does for a chain. Every node v carries a weight w, 1 at the root. With probability w
+the walk is to end at v or below it, with the distribution of the target. Its children are tried in draw
+order; the next one, x ~ q given those before it, gets the weight
 
     w_x = min(1, w p(x) / q(x))
 
@@ -13,18 +13,18 @@ and its subtree is judged first. If nothing there is kept, what is missing at v 
 
 A node without children left ends the walk with probability w, and the extra token has the distribution p
 that is left there. By induction from the leaves: x and what follows it come out with mass
-min(q, w p)(x), so nothing is kept below x with probability s + 1 - w in total, and r is missing;
-a new weight and distribution that multiply to r / (s + 1 - w) make up for it, whatever x was. On a chain
-this is `block`; for one level of draws it is the rule of `tree`; on deeper trees it keeps more
-than `tree`, never less on average.
+min(q, w p)(x). So nothing is kept below x with probability s + 1 - w in total, and r is missing. A new
+weight and distribution that multiply to r / (s + 1 - w) make up for it, whatever x was. On a chain this
+is `block`; for one level of draws it is the rule of `tree`. On deeper trees it keeps more than `tree`,
+never less on average.
 
 Kinds of draws are those of `tree`, also mixed under one parent. A chosen token is a draw from its
 own one-hot distribution. A node that is named again (a repeated IID draw, a chosen token that was drawn) is
-tried again as if it had no children: what hangs below it was judged already.
+tried again as if it had no children. What hangs below it was judged already.
 
-Cost: every node whose path p does not rule out is visited in the worst case; per drawn sibling
-refused one pass over the support of p and q, for chosen ones nothing. Distributions are read at nodes with
-children, and at the node where the walk ends.
+Cost: every node whose path p does not rule out is visited in the worst case. Per drawn sibling refused one
+pass over the support of p and q, for chosen ones nothing. Distributions are read at nodes with children,
+and at the node where the walk ends.
 Paper: Weng et al. 2025, arXiv:2505.12398 (p target, q draft; w is their acceptance rate).
 Law: tests/laws/test_laws.py, tests/laws/test_deep_trees.py
 """

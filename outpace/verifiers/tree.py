@@ -1,6 +1,6 @@
 """Recursive rejection over all groups of a token tree.
 
-At each visited node the children are tried in turn. Each is a draw x from some distribution q; it is
+At each visited node the children are tried in turn. Each is a draw x from some distribution q. It is
 kept, and the walk moves to it, with probability min(1, p(x) / q(x)); refused, it leaves
 
     p <- norm([p - q]_+)
@@ -18,14 +18,14 @@ also of mixed kinds under one parent. Each q has to be the distribution of its d
     HUB              q; then CHOSEN, or q without the hub if the first was the hub
 
 Once nothing of q is left (DISTINCT drawn past its support), or q(x) is 0, x cannot have come from
-q. It came from some rule that reads no coin of the target, which is what CHOSEN means, and as
-CHOSEN it is tried; so is everything after it in the group that q has no mass for.
+q. It came from some rule that reads no coin of the target, which is what CHOSEN means. So it is
+tried as CHOSEN, and so is everything after it in the group that q has no mass for.
 
-Cost, per visited node: one gather of p at its children; per sampled draw that is refused, one
-pass over the support of p and q; for chosen draws nothing, since struck mass is only counted
-until a distribution is needed.
+Cost, per visited node: one gather of p at its children. Per sampled draw that is refused, one pass
+over the support of p and q. For chosen draws nothing, since struck mass is only counted until a
+distribution is needed.
 Papers: Miao et al. 2023 (SpecInfer), arXiv:2305.09781 (with replacement); Chen et al. 2024
-(Sequoia), arXiv:2402.12374 (without); Hu et al. 2025, arXiv:2502.18779 (greedy plus one; its
+(Sequoia), arXiv:2402.12374 (without). Hu et al. 2025, arXiv:2502.18779 (greedy plus one; its
 acceptance is optimal). p target, q draft.
 Law: tests/laws/test_laws.py
 """

@@ -60,7 +60,7 @@ class CascadeConfig:
     """Specs of the drafters, strongest first, joined by ``+``: draft_model[model=M]+max_gram."""
     k: str | None = None
     """Tokens per level, a row per reviewer: 5,10/10. By default the text decides, step by step, which levels
-    draft and how far: a long match goes before a model, and a level that does not pay is skipped."""
+    draft and how far. A long match goes before a model, and a level that does not pay is skipped."""
 
     lenience: float = 1.0
     """How many times less likely than the level below said a model may find a guess and still take

@@ -206,7 +206,7 @@ def _curves(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
     """How one drafter did on some prompts. Prompts do not count, nor does the time in which the models
-    of a cascade read them: for short answers to long prompts the gain is smaller.
+    of a cascade read them. For short answers to long prompts the gain is smaller.
     """
 
     tokens: int

@@ -2,7 +2,7 @@
 
 One cascade with a generous K answers; a tally behind every verifier counts, for each level of every
 reviewed draft, how far it was kept. Another one, with a token of every model, does so for the lookup
-at the target: behind five tokens of a model it is hardly ever reached. Then every lower level drafts
+at the target. Behind five tokens of a model it is hardly ever reached. Then every lower level drafts
 alone, so that a cascade can be compared with the best of its members.
 """
 

@@ -21,7 +21,7 @@ for the target; a network for another target is refused.
 
 Paper: DFlash, arXiv:2602.06036; block drafters: PARD, arXiv:2504.18583.
 
-Shape letters: B sequences, F nodes of a frontier, S rows of a block, Y = B * S, A guesses of a block.
+Shape letters: B sequences, F nodes of a frontier, S rows of a block, Y = B * S, A guesses of a block,
 H hidden size, I its width with a Markov head's, D draft vocabulary.
 """
 

@@ -3,10 +3,10 @@
     anchor t     context rows 0 to t are seen; token t + 1 is pending
     guess i      is token t + 2 + i, i = 0 ... A - 1
 
-Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are
-learned in one go: a block sees the context up to its anchor and itself. Guess i counts decay^i, by
-being learned in that share of the blocks alone. Rows that are not learned cost neither the MLP nor the
-head. With ``dpace`` all are learned, and weighed by what the block guesses now. The network is
+Anchors are drawn at random, a share of the learning rows of a text, and all their blocks are learned
+in one go. A block sees the context up to its anchor, and itself. Guess i counts decay^i, by being
+learned in that share of the blocks alone. Rows that are not learned cost neither the MLP nor the head.
+With ``dpace`` all are learned, and weighed by what the block guesses now. The network is
 `training_net`; only it is trained, and the unembedding is the target's.
 
 Held-out rows also give what the static tree is made of. That is how often the i-th likeliest token
@@ -17,9 +17,9 @@ Papers: DFlash, arXiv:2602.06036 (anchors; its weights exp(-i / 4) are a decay o
 arXiv:2504.18583 (later rows learned more rarely); D-PACE, arXiv:2605.18810. Labels
 are the target's distributions, not its text.
 
-Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn.
+Shape letters: B sequences, T tokens, M anchors of a sequence, A guesses of a block, R guesses that learn,
 C those of them from which confidence is learned, N distributions, H hidden size, I its width with a Markov
-head's. F width of all features, D draft vocabulary.
+head's, F width of all features, D draft vocabulary.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ ROWS = ("masks", "seeds")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DflashTraining(AheadTraining):
     rows: str = "masks"
-    """What a block is made of: ``masks``, as the method's authors have it, or ``seeds``, the last context row
-    and a vector of each row's own, which suit one layer."""
+    """What a block is made of: ``masks``, as the method's authors have it, or ``seeds``. Those are the last
+    context row and a vector of each row's own, and suit one layer."""
     slots: int = 8
     """Rows of a block. The first one of masks guesses nothing; that of seeds guesses the next token."""
     layers: int = 2

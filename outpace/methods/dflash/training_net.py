@@ -4,7 +4,7 @@ Arithmetic and parameter names are those of `outpace.methods.dflash.net`, which 
 the rows are. Many blocks of a text are learned at once. Each sees the context up to its own anchor
 and the rows of its own block. It sees neither later context nor other blocks.
 
-Shape letters: B sequences, T tokens, M blocks of a sequence, S rows of a block, R rows that learn.
+Shape letters: B sequences, T tokens, M blocks of a sequence, S rows of a block, R rows that learn,
 H hidden size, F width of all features; of heads, K key heads, G query heads of each, D their width.
 """
 

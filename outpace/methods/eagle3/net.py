@@ -9,7 +9,7 @@ attention it computes only the rows whose outputs are wanted.
 
 Papers: Li et al. 2024, arXiv:2401.15077 and arXiv:2406.16858; Li et al. 2025, arXiv:2503.01840.
 
-Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads.
+Shape letters: T rows of a pass (filled up to a few), H hidden size, I width of what attention reads,
 F width of all features side by side, R rows wanted, D draft vocabulary, V vocabulary.
 """
 

@@ -4,7 +4,7 @@
     verify    x0, x1 enter at layer e, x2 at layer 0; all leave at the top
 
 Drafting writes to the target's own cache, and verification resumes at layer e with the hidden
-states of the draft: below e every row is computed once, whether it is accepted or not.
+states of the draft. Below e every row is computed once, whether it is accepted or not.
 
 Pays for targets that were trained to leave early (LayerSkip), or with a trained exit. That is a
 layer between e and the head, which ``outpace train early_exit`` makes (`exit_head`; EESD). Others

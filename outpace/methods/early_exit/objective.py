@@ -12,8 +12,8 @@ The layer starts as the one that reads h in the target, before the last norm of 
 is drawn at random. ``early_exit`` finds what was trained by its name.
 
 With ``states`` (a) the layer also learns from the target's last states themselves, as FREE's shallow module
-from deep layers: a times the mean squared distance of y from them is added. The layers below are frozen, so
-it is one state that learns from one; ``outpace train target`` has all of them.
+from deep layers. The loss gets a times the mean squared distance of y from them. The layers below are
+frozen, so it is one state that learns from one; ``outpace train target`` has all of them.
 
 Papers: EESD, Liu et al. 2024, arXiv:2406.03853 (h^N is h_t; there W is a copy that is trained, too);
 FREE, arXiv:2310.05424.

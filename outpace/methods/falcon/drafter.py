@@ -7,8 +7,8 @@
 The root is k rows wide. Where fewer than k tokens were committed since the last draft, rows before
 them are fed again, so that the root is whole. The last k - 1 rows always wait. All guesses of a depth
 within a block have the same distribution, and are drawn below each node by itself. A block's rows see
-all rows of their block and of the blocks above, and every block has an LSTM state of its own, from
-the block above: branches do not mix. A draft of depth D costs D / k passes.
+all rows of their block and of the blocks above. Every block has an LSTM state of its own, from the
+block above. So branches do not mix. A draft of depth D costs D / k passes.
 
 Pays where a pass is dear and guesses of two tokens at once are nearly as good as one by one.
 

@@ -3,10 +3,10 @@
     depth 1    row t reads the target's state of token t, and token t + 1
     depth j    row t reads its own output, and token t + j
 
-``sampling`` and ``partial`` are the two parts; without both this is plain EAGLE, and the parts start so
-that it begins there: their last matrices are zero. Outputs learn to be the target's features
-(``regression``, SmoothL1), and what the head reads learns its distributions. The paper's base trains one
-depth with noisy features; here ``steps`` depths are unrolled, as HASS does, which serves the same end.
+``sampling`` and ``partial`` are the two parts; without both this is plain EAGLE. The parts start so that
+it begins there: their last matrices are zero. Outputs learn to be the target's features (``regression``,
+SmoothL1), and what the head reads learns its distributions. The paper's base trains one depth with noisy
+features; here ``steps`` depths are unrolled, as HASS does, which serves the same end.
 
 Paper: Gui et al. 2024 (FSPAD), arXiv:2408.15562, reconstructed; Li et al. 2024 (EAGLE), arXiv:2401.15077;
 Zhang et al. 2024 (HASS), arXiv:2408.15766.

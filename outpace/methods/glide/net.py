@@ -6,14 +6,14 @@
 
 The glimpse has queries and an output matrix, and neither keys nor values: those are the target's, as it left
 them in its cache. So the layer's own keys are made of tokens alone, and a row that was drafted is as good as
-one that was committed: what is accepted stays.
+one that was committed. What is accepted stays.
 
 The network has the face of a model that scores feeds, so that it drafts as a draft model does. Whoever calls
 it says first what each slot may glimpse at.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which has no norm before the glimpse.
 
-Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, E = D / 2. X heads,
+Shape letters: T rows of a pass, R rows wanted, H hidden size, D width of a head, E = D / 2, X heads,
 Y = X * D, C committed rows, K key-value heads, M query rows of one of them.
 """
 

@@ -14,7 +14,7 @@ text that a draft would have seen.
 
 Paper: Du et al. 2024 (GliDe with a CaPE), arXiv:2402.02082, which learns tokens alone, in blocks of 5.
 
-Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each. D width
+Shape letters: B sequences, T tokens, A rows, H hidden size, K key-value heads, G query heads of each, D width
 of a head, X heads, Y = X * D, N distributions.
 """
 

@@ -10,8 +10,8 @@
 Column i guesses the tokens from position p + i on. What the pool holds for the pending token is
 drafted, several n-grams as a tree, together with the n-grams of the text itself.
 
-The window is a comb of `Riders`: level 0 is a chain below the pending token, the other levels of
-a column hang from it one by one. That is the paper's attention pattern exactly: a token sees
+The window is a comb of `Riders`. Level 0 is a chain below the pending token, and the other levels
+of a column hang from it one by one. That is the paper's attention pattern exactly: a token sees
 level 0 up to its column, and its own column. Two things differ. Neither can change the text, since
 riders are seen by nobody and drafts are verified whatever they are. Guesses that share their first
 tokens share rows here. A window whose text advanced by several tokens moves by as many columns, so

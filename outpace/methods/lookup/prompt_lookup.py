@@ -6,7 +6,7 @@ Strong where the output repeats its input (editing, summarising, retrieval, code
 elsewhere, where it costs a few dictionary reads. Needs no weights and no training.
 
 The original always drafts the same number of tokens. Here a draft ends where one more guess would
-cost more than it is expected to bring: a short match or a text that keeps refusing gets few
+cost more than it is expected to bring. A short match or a text that keeps refusing gets few
 guesses, a long match many.
 
 Source: Saxena 2023, github.com/apoorvumang/prompt-lookup-decoding

@@ -164,8 +164,8 @@ class Mtp(BlockDrafter[State]):
     def _feed(
         self, branch: Branch[State], nodes: Sequence[int], number: int
     ) -> tuple[Feed, Tensor, list[int]]:
-        """The rows of one sequence, the states that they read, and the nodes that the last of them
-        belong to: those asked for, and all above them that this module has not read yet.
+        """The rows of one sequence, the states that they read, and the nodes that the last of them belong to.
+        Those are the ones asked for, and all above them that this module has not read yet.
         """
         state, track = branch.state, branch.state.tracks[number]
         assert state.start is not None

@@ -6,10 +6,10 @@
                                          +-- red chair
     target          one pass over all of it
 
-A phrase is what came behind a token: in the prompt and in the output so far, and in the rows of
-tokens that the target refused. Those were computed. Where the target's best guesses agree with the
-tokens that they were made after, they are text that it might have written elsewhere. Phrases
-behind the same two tokens come before those behind the same one.
+A phrase is what came behind a token, in the prompt and in the output so far. It is also found in
+the rows of tokens that the target refused. Those were computed. Where the target's best guesses
+agree with the tokens that they were made after, they are text that it might have written
+elsewhere. Phrases behind the same two tokens come before those behind the same one.
 
     ouroboros[draft=draft_model[model=M] length=5 phrases=3 tokens=3 faster=true]
 
@@ -66,7 +66,7 @@ class OuroborosConfig:
     slow and agrees with the target, since it vetoes phrases. Its drafts are chains then, with
     branches at the first token alone."""
     shared: bool = False
-    """One pool for all sequences of a key: phrases of earlier requests serve later ones, and the
+    """One pool for all sequences of a key. Phrases of earlier requests serve later ones, and the
     same seed no longer gives the same sampled text."""
 
     def __post_init__(self) -> None:

@@ -174,7 +174,7 @@ def discarded(
     """Phrases that the target would have written behind tokens that it refused.
 
     The target's best token behind a refused node, then its best behind that guess if the draft
-    holds it, and so on: a run whose predictions agree with the tokens they were made after.
+    holds it, and so on. The predictions of such a run agree with the tokens they were made after.
 
     Args:
         best_J: the target's best token behind every row.

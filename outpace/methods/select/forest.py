@@ -1,7 +1,7 @@
 """Several chosen drafts as one forest: common prefixes are shared, the least likely is left out.
 
 Drafters of one text read the same words, so their guesses are no independent votes. Where two
-agree, the guess is as likely as the surer of them says; where they differ, the second can be right
+agree, the guess is as likely as the surer of them says. Where they differ, the second can be right
 only where the first is wrong:
 
     suffix     sat 0.6                  sat  0.6
