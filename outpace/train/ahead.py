@@ -1,9 +1,9 @@
 """Drafters that guess at every learning row what follows, one depth after another.
 
-The loss of a deeper guess counts less. Held-out rows also give what the static tree is made of: how
-often the i-th likeliest token of a depth was the target's, among rows where the target's tokens
-before it were among the likeliest of their depths. ``save_tree`` stores it, from the measurement
-before.
+The loss of a deeper guess counts less. Held-out rows also give what the static tree is made of.
+That is how often the i-th likeliest token of a depth was the target's. Only rows count where the
+target's tokens before it were among the likeliest of their depths. ``save_tree`` stores it, from
+the measurement before.
 
 Shape letters: B sequences, A learning rows, H hidden size, D draft vocabulary.
 """

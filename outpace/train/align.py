@@ -1,6 +1,6 @@
 """Which row learns which token: the shifts between features, inputs and labels, in one place.
 
-Row t of a feature was computed when token t was fed, and the target's distribution at row t is its
+Row t of a feature was computed when token t was fed. The target's distribution at row t is its
 distribution of token t + 1. Everything else follows from how far *ahead* of its row a token is:
 
     draft model     row t reads token t                          and guesses token t + 1
@@ -8,9 +8,9 @@ distribution of token t + 1. Everything else follows from how far *ahead* of its
     EAGLE, depth j  row t reads its own output and token t + j   and guesses token t + j + 1
 
 The distribution of the token that is k ahead of row t is the target's distribution at row t + k - 1. A row
-of an EAGLE drafter has position t + j - 1 at depth j: the feature's own position in the target, one
-more for every guess. Rotary attention sees differences alone, so a convention that adds 1 to all
-of them reads the same checkpoints.
+of an EAGLE drafter has position t + j - 1 at depth j. That is the feature's own position in the target,
+one more for every guess. Rotary attention sees differences alone, so a convention that adds 1 to all of
+them reads the same checkpoints.
 
 A token teaches if it belongs to an answer; which rows learn is decided by the first guess.
 

@@ -1,7 +1,7 @@
 """Batches of stored sequences with their features, the same ones whenever they are asked for.
 
 Which sequences stand in batch ``index`` of an epoch depends on the store, the settings and the
-seed alone, so training goes on after a break from two numbers: epoch and index.
+seed alone. So training goes on after a break from two numbers: epoch and index.
 
 Shape letters: B sequences of a batch, T longest of them in tokens, H hidden size.
 """

@@ -1,8 +1,8 @@
 """Checkpoints of training: everything that goes on from here, in one file, written in one step.
 
-A checkpoint is a safetensors file: weights and the optimizer's moments by parameter name, and in
-its header the counters, as JSON, with a digest of both. Going on from it gives the same
-bits as never having stopped.
+A checkpoint is a safetensors file of weights and the optimizer's moments, by parameter name. Its
+header has the counters, as JSON, with a digest of both. Going on from it gives the same bits as
+never having stopped.
 """
 
 from __future__ import annotations

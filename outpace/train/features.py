@@ -2,7 +2,7 @@
 
 A pass of the target computes them when a batch first needs them. Where training reads all of them, they are
 computed before the first step. They stay on disk in bfloat16 while they have room there, in shards of about
-64 MB; the rest is computed again whenever it is needed. Answers to one prompt that are asked for together
+64 MB. The rest is computed again whenever it is needed. Answers to one prompt that are asked for together
 share its rows:
 
     features/<taps>/features-00000.safetensors    one [rows, H] tensor per tap
@@ -165,8 +165,9 @@ class FeatureStore:
         return fresh
 
     def fill(self, texts: Sequence[TokenSequence], say: Say) -> None:
-        """Compute what is missing of texts in their order, in which those follow each other that begin alike,
-        and keep it, as far as there is room.
+        """Compute what is missing of texts in their order, and keep it, as far as there is room.
+
+        In that order, texts that begin alike follow each other.
 
         Raises:
             ModelError: features that are not finite.

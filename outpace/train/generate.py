@@ -130,7 +130,7 @@ def loops(tokens: Sequence[int]) -> bool:
 def without_loop(tokens: Sequence[int]) -> int:
     """How many tokens of an answer to keep: all, or up to where it only repeats itself.
 
-    If the last LOOP_TOKENS tokens repeat a period of at most LOOP_PERIOD, then what is kept ends
+    The last LOOP_TOKENS tokens may repeat a period of at most LOOP_PERIOD. Then what is kept ends
     with the first round of the shortest such period.
     """
     if len(tokens) < LOOP_TOKENS:
@@ -160,7 +160,7 @@ def generate_answers(
     Args:
         engine: of the target; its drafter is not used.
         prompts: in the order in which they are taken; again and again with other coins.
-        folder: of the store. One that holds a part of the same work is gone on with; to one that
+        folder: of the store. One that holds a part of the same work is gone on with. To one that
             holds answers to other prompts, or by other settings, these are added.
         about: more to tell of this work in the manifest: command, sources.
 

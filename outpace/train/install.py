@@ -41,7 +41,7 @@ def check_destination(out: Path) -> None:
 def install_folder(source: Path, out: Path) -> None:
     """Copy a drafter folder to its place, on the disk in full before it has its name there.
 
-    Between the old folder's leaving and the new one's coming there is an instant without either; a
+    Between the old folder's leaving and the new one's coming there is an instant without either. A
     process that dies there leaves both beside, hidden, and the next call tidies up. ``source`` is
     left as it is, so that whoever dies can do it again.
 

@@ -5,8 +5,8 @@ acceptance is measured, the number that matters; whenever it is the best so far,
 is written. What is there at the end, or when training is stopped, is the best drafter seen.
 `outpace.train.pipeline` lets it be a folder of the training's own, and puts it in its place at the end.
 
-With a schedule in steps, a run that was killed and resumed has the same bits as one that was not;
-a schedule in minutes reads the clock, and no two runs are alike.
+With a schedule in steps, a run that was killed and resumed has the same bits as one that was not.
+A schedule in minutes reads the clock, and no two runs are alike.
 """
 
 from __future__ import annotations

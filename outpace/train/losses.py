@@ -1,9 +1,9 @@
 """Losses that make a draft's distribution agree with the target's, plain and fast.
 
-p is the target's distribution and q the draft's, both over the draft vocabulary. Every loss exists twice:
-in ``ORACLES``, as the formula says it and differentiated by autograd, and in ``LAWS``, with its
-gradient in closed form, which ``head_loss`` uses to go from hidden states to a loss without ever
-holding all logits.
+p is the target's distribution and q the draft's, both over the draft vocabulary. Every loss exists twice.
+In ``ORACLES`` it is as the formula says it, and differentiated by autograd. In ``LAWS`` it has its
+gradient in closed form. With that, ``head_loss`` goes from hidden states to a loss without ever holding
+all logits.
 
 What a pass accepts of a sampled draft is alpha = sum min(p, q) = 1 - tv; at temperature 0 it is
 whether the two argmaxes agree. Smaller is better everywhere, and every loss is 0 at q = p,
@@ -236,7 +236,7 @@ def head_loss(
     """Sum of a loss over rows, from their normed hidden states.
 
     Logits and distributions exist for the rows of one of ``chunks``, gradients for ``BLOCK``. Gradients
-    flow to ``hidden_RH`` and ``head_DH`` where they ask for them; they are computed on the way there,
+    flow to ``hidden_RH`` and ``head_DH`` where they ask for them. They are computed on the way there,
     so backward only scales them. Under autocast the products are of its dtype.
 
     Args:
@@ -367,8 +367,8 @@ def feature_loss(a_RH: Tensor, b_RH: Tensor) -> Tensor:
 def state_loss(student: Sequence[Tensor], teacher: Sequence[Tensor]) -> Tensor:
     """What shallow states lose against deep ones, which get no gradient: mean squared errors, averaged.
 
-    From the last deep layer to the first, each is learned by the closest shallow layer below the one
-    that was taken before; where none is left, by that one again (FREE, arXiv:2310.05424).
+    From the last deep layer to the first, each is learned by the closest shallow layer below the one that was
+    taken before. Where none is left, it is learned by that one again (FREE, arXiv:2310.05424).
 
     Args:
         student: states after shallow layers, ascending, of one shape.

@@ -20,8 +20,8 @@ def read_manifest(path: Path, version: int, form: Mapping[str, Any], remedy: str
     Args:
         path: the file.
         version: that is read here.
-        form: what has to be in it: key -> type, pattern of a string, form of an object, or a list of one
-            of these for a list of such values. A key that ends in ``?`` may be absent.
+        form: what has to be in it: key -> type, pattern of a string, or form of an object. A list of one
+            of these stands for a list of such values. A key that ends in ``?`` may be absent.
         remedy: what to do about a damaged one.
 
     Raises:

@@ -1,14 +1,14 @@
 """From prompts to a drafter: answers, features, vocabulary, training, one after another.
 
-Everything is kept in a work folder, so that each part is done once, whatever else is trained for
-the same target, and goes on where it was:
+Everything is kept in a work folder. So each part is done once, whatever else is trained for the
+same target, and goes on where it was:
 
     tokens/             answers of the target, with their manifest
     tokens/features/    what the target computed at every token of them
     METHOD/             settings and checkpoints of a training under way, its plot
     METHOD/best/        the best drafter of it so far
 
-The drafter leaves the work folder when it was trained and measured, in one step; until then the one
+The drafter leaves the work folder when it was trained and measured, in one step. Until then the one
 that was in use before is in use.
 """
 
@@ -113,9 +113,9 @@ class Pipeline:
 
         Raises:
             ModelError: the target cannot serve this method.
-            RequestError: neither prompts nor answers, or no chat template to ask prompts in; a training
-                that was stopped is there and ``resume`` is not given, or the reverse; ``out`` holds
-                more than a drafter, or the work folder; a process of several without a GPU of its own.
+            RequestError: neither prompts nor answers, or no chat template to ask prompts in. A training
+                that was stopped is there and ``resume`` is not given, or the reverse. In ``out`` is
+                more than a drafter, or the work folder. A process of several has no GPU of its own.
         """
         self.engine, self.options, self.say = engine, options, say
         self.target = engine.target
@@ -273,8 +273,8 @@ class Pipeline:
         """Do all that is left to do. ``out`` is replaced at the very end, in one step.
 
         Args:
-            measure: what it gives is noted in the drafter's provenance; called by the leading
-                process when the drafter is trained, with the folder where it still is.
+            measure: what it gives is noted in the drafter's provenance. The leading process calls
+                it when the drafter is trained, with the folder where it still is.
 
         Raises:
             OutpaceError: in one line, whatever of it cannot be, or another training works in the same folder;

@@ -2,8 +2,8 @@
 
 In every step some places of every text carry riders, all in one pass (`rider_net`). Labels are the
 target's distributions along the text; the loss of a later guess counts less. Held-out places also give how
-often the i-th likeliest token of a guess was the target's, among places where the target's tokens before it
-were among the likeliest of their guesses.
+often the i-th likeliest token of a guess was the target's. Only places count where the target's tokens
+before it were among the likeliest of their guesses.
 
 Shape letters: B sequences, T tokens, A learning rows, G places with riders, N distributions, H hidden
 size, R rows, D draft vocabulary.

@@ -1,7 +1,7 @@
 """Prompts that the target thinks of itself: training data from nothing but the model.
 
 A model that was tuned on conversations has learned how users write. Given the beginning of a
-user's turn and nothing else, it writes one (Magpie, arXiv:2406.08464), and the prompts come out as
+user's turn and nothing else, it writes one (Magpie, arXiv:2406.08464). The prompts come out as
 mixed as those that it was tuned on. Given its own answer as well, it writes the user's next turn.
 Both are stored as rows of JSONL, to be answered like any other file of prompts.
 """
@@ -111,7 +111,7 @@ def write_prompts(engine: Engine, path: Path, config: SelfPromptConfig, *, say: 
     """Let the target write prompts until the file holds those that are wanted.
 
     Rows are ``{"number", "prompt"}`` in the order of their numbers, each prompt once. The number
-    alone says which coins were drawn, so work that was stopped goes on to the same file, as long
+    alone says which coins were drawn. So work that was stopped goes on to the same file, as long
     as the settings are the same.
 
     Args:

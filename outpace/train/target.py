@@ -1,14 +1,14 @@
 """A decoder whose first layers guess well, made from a model and texts: ``outpace train target``.
 
-OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes, with a tokenizer
-of its own: the model's, cut to the texts (`target_start`), or one trained on them. Its config.json names
-the exits, which are then the defaults of drafters. Training goes on from OUT/training with ``--resume``.
-Texts are split at ``<|endoftext|>`` or else at paragraphs; every 40th piece is kept from training, and
-the beginnings of such pieces are a workload to measure with (OUT/prompts.jsonl). Beginnings of pieces
-that were learned are prompts to train drafters on (OUT/beginnings.jsonl).
+OUT becomes a model folder in the layout of Hugging Face, which every ``--model`` takes. It has a
+tokenizer of its own: the model's, cut to the texts (`target_start`), or one trained on them. Its
+config.json names the exits, which are then the defaults of drafters. Training goes on from OUT/training
+with ``--resume``. Texts are split at ``<|endoftext|>`` or else at paragraphs. Every 40th piece is kept
+from training. The beginnings of such pieces are a workload to measure with (OUT/prompts.jsonl).
+Beginnings of pieces that were learned are prompts to train drafters on (OUT/beginnings.jsonl).
 
 Recipe and network are in `target_net`. Progress lines say how often the whole model's likeliest token is
-the text's, and after it, exit by exit, how often the exit's is the whole model's; all held out.
+the text's. After it they say, exit by exit, how often the exit's is the whole model's. All is held out.
 
 Shape letters: B sequences.
 """
@@ -209,9 +209,9 @@ def make(
     """Tokenizer, training, model folder.
 
     Raises:
-        OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the reverse, or it began
-            with something else, or goes on in another process; OUT holds a model; the texts are too short;
-            there are several processes.
+        OutpaceError: a training was stopped in OUT and ``resume`` is not given, or the reverse. It began
+            with something else, or goes on in another process. OUT holds a model, the texts are too short,
+            or there are several processes.
         KeyboardInterrupt: after ``say`` was told what was kept and how to go on.
     """
     work = out / "training"

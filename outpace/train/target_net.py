@@ -7,15 +7,15 @@ Layers drop out, the deeper the more often; from nothing, also more often as tra
 
 One step in ``whole`` is such a step. The others end at an exit, and cost what its layers cost: CE(e). With
 ``distill`` (d) an exit learns the whole model's distribution besides the text. With ``states`` (a) the
-layers up to the last exit also learn from as many states of the whole model, evenly spread, in whole steps:
-a times `state_loss` of what the last norm makes of both is added.
+layers up to the last exit also learn from as many states of the whole model, evenly spread, in whole steps.
+What is added is a times `state_loss` of what the last norm makes of both.
 
 From nothing, there are no layers behind the last exit for the share ``grow`` of the training. They come in
 with zeros where they write, so the whole model begins as good as its exit.
 
 Papers: LayerSkip, Elhoushi et al. 2024, arXiv:2404.16710 (l, L, S, D and p_max are its letters;
-dropping is per sequence, as there); layers that come in later: Gong et al. 2019, PMLR 97; learning from the
-whole: FREE, arXiv:2310.05424. ``together`` takes the mean loss of all exits in every step, as S2D does,
+dropping is per sequence, as there). Layers that come in later: Gong et al. 2019, PMLR 97. Learning from
+the whole: FREE, arXiv:2310.05424. ``together`` takes the mean loss of all exits in every step, as S2D does,
 arXiv:2407.01955.
 
 Shape letters: B sequences, T tokens, H hidden size, V vocabulary, R rows; of attention, X texts and

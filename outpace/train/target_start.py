@@ -1,6 +1,6 @@
 """Where a target of `outpace.train.target` begins: another model, with the tokens that the texts use.
 
-A tokenizer of pairs is cut: of the most frequent tokens of the texts those stay that fit, with all that
+A tokenizer of pairs is cut. Of the most frequent tokens of the texts those stay that fit, with all that
 they are put together from. A text is then spelled as before where its tokens stayed, and in smaller
 pieces elsewhere. The rows of the embedding go with their tokens.
 

@@ -1,8 +1,8 @@
 """Sequences of token ids on disk: prompts with the answers that the target gave to them.
 
 A store is a folder. `manifest.json` says what is in it and names its shards, with digests of them and
-of itself; a shard that the manifest does not name does not count. Both are written beside their place
-and then renamed, so a process may be killed at any time and loses what it had not yet appended, never
+of itself. A shard that the manifest does not name does not count. Both are written beside their place
+and then renamed. So a process may be killed at any time. It loses what it had not yet appended, never
 what it had.
 
 Shape letters: S sequences, T tokens of all of them, N = S + 1.
