@@ -49,10 +49,10 @@ class Slot:
 class Lease:
     """A sequence's slot in the target's cache, lent to a drafter for one ``propose``.
 
-    The drafter may feed rows to the tail through the target: the pending token first, then
-    guesses below it, with the first few layers or with all. Of the tail remains what the draft's
-    ``resume`` covers, for verification to go on from; that of a draft without one is dropped, and
-    whoever drops a draft drops its tail. Committed text is not the drafter's to change.
+    The drafter may feed rows to the tail through the target, with its first layers or with all: the
+    pending token, then guesses below it. Verification goes on from what the draft's ``resume``
+    covers; the rest of the tail is dropped. Whoever drops a draft drops its tail. Committed text is
+    not the drafter's to change.
     """
 
     cache: KVCache
@@ -182,7 +182,7 @@ class KVCache(ABC):
         return same
 
     def copy(self, slot: int, start: int, stop: int) -> Any:
-        """Keys and values of committed rows, to be put into another slot by ``restore``."""
+        """Keys and values of committed rows, for ``restore``; ``start`` is a multiple of `PAGE`."""
         assert 0 <= start <= stop <= self.length(slot), (slot, start, stop)
         return self._copy(slot, start, stop)
 

@@ -1,11 +1,10 @@
 """One block of memory for all keys, another for all values; slots are equally long.
 
-Every key is stored, also those outside a sliding window, so that any path of the tail can be
-kept. Keys lie as their product with queries reads them, one coordinate of all rows after the
-other: for large batches that takes three quarters of the time. Attention sums in float32, so
-whoever reads bfloat16 has to convert it for less than reading twice as much would take.
+Every key is stored, also those outside a sliding window, so that any path of the tail can be kept.
+Keys lie coordinate by coordinate, as their product with queries reads them. torch multiplies all rows
+at once. Compiled code reads tiles of `PAGE` rows, in three quarters of the time.
 
-Shape letters: L layers, S slots, K key-value heads, C rows of a slot, D width of a head.
+Shape letters: L layers, S slots, K key-value heads, C rows of a slot, D width of a head, P = `PAGE`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from outpace.kernels.moves import move
 
 _LARGE = 1 << 20
 """Bytes from which on memory is asked for in whole pages of the system."""
-_MEMO = 256
-"""Views remembered: making 30 of them takes as long as three products."""
 
 
 class Layout(NamedTuple):
@@ -35,6 +32,7 @@ class Layout(NamedTuple):
     key_layer: int
     value_layer: int
     capacity: int
+    tile: int
     key_stride: int
     value_stride: int
     half: bool
@@ -46,6 +44,7 @@ class DenseCache(KVCache):
     Args:
         capacity: rows per slot to reserve as soon as anything is stored.
         dtype: float32, or bfloat16 if who attends can read it.
+        tiled: whether keys lie in tiles, for compiled code alone; else a tile has all rows of a slot.
     """
 
     copies = True
@@ -59,16 +58,17 @@ class DenseCache(KVCache):
         device: torch.device | str = "cpu",
         capacity: int = 0,
         dtype: torch.dtype = torch.float32,
+        tiled: bool = False,
     ) -> None:
         super().__init__()
         self._capacity, self.layers, self._had = capacity, layers, (0, 0)
-        self.key_store = torch.zeros(layers, 0, heads, width, 0, device=device, dtype=dtype)
-        """[L, S, K, D, C]. Rows never written are zero, hence finite."""
+        keys = (0, width, PAGE) if tiled else (width, 0)
+        self.key_store = torch.zeros(layers, 0, heads, *keys, device=device, dtype=dtype)
+        """[L, S, K, D, C], or in tiles [L, S, K, C / P, D, P]. Rows never written are zero, hence finite."""
         self.value_store = torch.zeros(layers, 0, heads, 0, width, device=device, dtype=dtype)
         """[L, S, K, C, D]."""
-        self._shape, self._on_cpu = (layers, heads, width), self.key_store.is_cpu
+        self._shape, self._on_cpu, self._tiled = (layers, heads, width), self.key_store.is_cpu, tiled
         self._layout: Layout | None = None
-        self._views: dict[tuple[bool, int, int, int, int], list[Tensor]] = {}
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +78,7 @@ class DenseCache(KVCache):
     @property
     def rows(self) -> int:
         """C: rows of a slot that are allocated."""
-        return self.key_store.shape[4]
+        return self.value_store.shape[3]
 
     @property
     def layout(self) -> Layout:
@@ -86,13 +86,15 @@ class DenseCache(KVCache):
         if self._layout is None:
             keys, values = self.key_store, self.value_store
             size, half = keys.element_size(), keys.dtype == torch.bfloat16
-            at, steps = (keys.data_ptr(), values.data_ptr()), (keys.stride(0) * size, values.stride(0) * size)
-            self._layout = Layout(*at, *steps, keys.shape[4], keys.stride(1), values.stride(1), half)
+            steps, lengths = (keys.stride(0) * size, values.stride(0) * size), (self.rows, keys.shape[-1])
+            both = *steps, *lengths, keys.stride(1), values.stride(1), half
+            self._layout = Layout(keys.data_ptr(), values.data_ptr(), *both)
         return self._layout
 
     @property
     def by_row(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as views [L, S, C, K, D], to be written; valid until the cache grows."""
+        """Keys and values as views [L, S, C, K, D], to be written; otherwise as ``keys``."""
+        assert not self._tiled
         return self.key_store.permute(0, 1, 4, 2, 3), self.value_store.transpose(2, 3)
 
     def scratch(self, slot: int, count: int) -> range:
@@ -103,29 +105,28 @@ class DenseCache(KVCache):
         return range(first, first + count)
 
     def keys(self, slots: range, rows: range) -> list[Tensor]:
-        """Per layer a view [slots * K, D, rows], ready to be multiplied by queries.
+        """Per layer a view [slots * K, D, rows], ready to be multiplied by queries; not of tiles.
 
         Args:
             rows: consecutive storage rows; they may reach past what is stored.
 
-        Valid until the cache grows, so ask anew in every pass; asking twice costs nothing.
+        Valid until the cache grows.
         """
-        return self._memo(True, slots, rows)
+        assert not self._tiled
+        part = self.key_store[:, slots.start : slots.stop, :, :, rows.start : rows.stop]
+        return list(part.flatten(1, 2).unbind(0))
 
     def values(self, slots: range, rows: range) -> list[Tensor]:
         """Per layer a view [slots * K, rows, D]; otherwise as ``keys``."""
-        return self._memo(False, slots, rows)
+        part = self.value_store[:, slots.start : slots.stop, :, rows.start : rows.stop]
+        return list(part.flatten(1, 2).unbind(0))
 
-    def _memo(self, keys: bool, slots: range, rows: range) -> list[Tensor]:
-        name = (keys, slots.start, slots.stop, rows.start, rows.stop)
-        views = self._views.get(name)
-        if views is None:
-            if len(self._views) >= _MEMO:
-                self._views.clear()
-            store, axis = (self.key_store, 4) if keys else (self.value_store, 3)
-            part = store[:, slots.start : slots.stop].narrow(axis, rows.start, len(rows))
-            views = self._views[name] = list(part.flatten(1, 2).unbind(0))
-        return views
+    def first_keys(self, layers: int | slice, slots: int | slice, stop: int) -> Tensor:
+        """Those of the first rows, [layers, slots, K, D, rows]; a copy where keys lie in tiles."""
+        own = self.key_store[layers, slots]
+        if self._tiled:
+            own = own[..., : -(-stop // PAGE), :, :].transpose(-3, -2).flatten(-2)
+        return own[..., :stop]
 
     def _reserve(self, slots: int, rows: int) -> None:
         # An empty slot needs no memory: a batch is opened slot by slot, and allocated once.
@@ -134,7 +135,6 @@ class DenseCache(KVCache):
             return
         longer, more = max(rows, self._capacity, had_rows * 3 // 2), max(slots, had_slots * 3 // 2)
         rows = longer if rows > had_rows else had_rows
-        rows += 0 if -(-rows // PAGE) % 16 else PAGE  # coordinates would share few sets of a cache: 1 to 5 %
         self.resize(more if slots > had_slots else had_slots, rows)
 
     @property
@@ -153,26 +153,33 @@ class DenseCache(KVCache):
             if number < self.room[0]
         }
         assert slots >= self.slots and rows >= max(used.values(), default=0), (slots, rows)
-        self._views, self._layout = {}, None
+        self._layout = None
         with torch.inference_mode(False):
-            self.key_store = _resized(self.key_store, slots, rows, used, 4)
             self.value_store = _resized(self.value_store, slots, rows, used, 3)
+            tiles = {slot: -(-count // PAGE) for slot, count in used.items()}
+            keys = (rows // PAGE, tiles, 3) if self._tiled else (rows, used, 4)
+            self.key_store = _resized(self.key_store, slots, *keys)
         self._had = slots, rows
 
     @property
     def page_bytes(self) -> int:
-        layers, _, heads, _, width = self.value_store.shape
-        return 2 * layers * heads * width * PAGE * self.value_store.element_size()
+        return 2 * math.prod(self._shape) * PAGE * self.value_store.element_size()
 
     def _copy(self, slot: int, start: int, stop: int) -> tuple[Tensor, Tensor]:
         with torch.inference_mode(False):
-            keys, values = self.key_store[:, slot, :, :, start:stop], self.value_store[:, slot, :, start:stop]
-            return keys.clone(), values.clone()
+            return self._keys(slot, start, stop).clone(), self.value_store[:, slot, :, start:stop].clone()
 
     def _paste(self, slot: int, start: int, part: tuple[Tensor, Tensor]) -> None:
         keys, values = part
-        self.key_store[:, slot, :, :, start : start + keys.shape[-1]] = keys
+        self._keys(slot, start, start + values.shape[-2])[:] = keys
         self.value_store[:, slot, :, start : start + values.shape[-2]] = values
+
+    def _keys(self, slot: int, start: int, stop: int) -> Tensor:
+        """A view of them; tiles are whole, and what follows is not in use yet."""
+        if not self._tiled:
+            return self.key_store[:, slot, :, :, start:stop]
+        assert start % PAGE == 0
+        return self.key_store[:, slot, :, start // PAGE : -(-stop // PAGE)]
 
     def _move(self, slot: int, rows: Sequence[int], start: int) -> None:
         moved = self._on_cpu and move(self.layout, self._shape, slot, rows, start)
@@ -182,7 +189,7 @@ class DenseCache(KVCache):
 
 
 def _resized(store: Tensor, slots: int, rows: int, used: Mapping[int, int], axis: int) -> Tensor:
-    """A copy with another number of slots, and of rows along ``axis``; ``used`` rows per slot."""
+    """A copy of the ``used`` rows, or tiles, per slot, with other numbers of slots and along ``axis``."""
     shape = list(store.shape)
     shape[1], shape[axis] = slots, rows
     other = _zeros(shape, store)
@@ -193,9 +200,7 @@ def _resized(store: Tensor, slots: int, rows: int, used: Mapping[int, int], axis
 
 
 def _zeros(shape: Sequence[int], like: Tensor) -> Tensor:
-    """Zeros of the dtype and device of ``like``. Large ones on a CPU take no memory, and no time,
-    before they are written: zeros of a few gigabytes take seconds, for which all would wait.
-    """
+    """Zeros as ``like``. Large ones on a CPU take memory, and time, only once they are written."""
     size = like.element_size() * math.prod(shape)
     if like.device.type != "cpu" or size < _LARGE or not hasattr(mmap, "MAP_PRIVATE"):
         return like.new_zeros(shape)

@@ -12,8 +12,8 @@
 
    Work is cut into units, one block of positions for a few rows of one slot and one head of keys;
    then rows are merged. A unit reads each key and value once,
-   for up to MOST query rows. Keys lie coordinate by coordinate, so that neighbouring positions
-   fill a vector; values lie row by row, so that neighbouring coordinates do.
+   for up to MOST query rows. Keys lie in tiles of neighbouring positions, coordinate by coordinate
+   in each, so that positions fill a vector; values lie row by row, so that coordinates do.
 
    Letters: G query heads per head of keys, D width of a head, C rows of a slot, M = rows * G. */
 
@@ -74,7 +74,7 @@ typedef struct {
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
-    int64_t kv, group, width, capacity, key_stride, value_stride, bfloat16, half;
+    int64_t kv, group, width, capacity, tile, key_stride, value_stride, bfloat16, half;
     int64_t news, units, chunks, parts, choices;
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
     void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
@@ -140,6 +140,9 @@ INLINE void store_tile(float *to, const vec *sum) {
 #endif
 }
 
+/* Where the keys of a head have the first coordinate of a row; the next one is `tile` numbers behind. */
+INLINE int64_t spot(int64_t row, int64_t tile, int64_t width) { return row / tile * tile * width + row % tile; }
+
 INLINE int64_t clip(int64_t x) { return x < 0 ? 0 : x > BLOCK ? BLOCK : x; }
 
 INLINE vec larger(vec a, vec b) {
@@ -150,7 +153,7 @@ INLINE vec larger(vec a, vec b) {
 /* Scores of `tall` query rows with TILE neighbouring positions. Meanwhile the values of these
    positions are asked for, if `values` is given. `which` names the coordinates of keys that there
    are queries for; without it they are all there. */
-INLINE void score(const int tall, const int half, Row q, int64_t width, Row key, int64_t capacity,
+INLINE void score(const int tall, const int half, Row q, int64_t width, Row key, int64_t tile,
                   const int32_t *which, float *out, const char *values) {
     enum { wide = WIDE };
     const int step = half ? 2 : 1;
@@ -161,15 +164,15 @@ INLINE void score(const int tall, const int half, Row q, int64_t width, Row key,
             for (int i = 0; i < 4 * TILE; i += 64)
                 __builtin_prefetch(values + d / step * 4 * TILE + i, 0, 2);
         if (half) {
-            const bf16 *even = (const bf16 *)key + (which ? which[d] : d) * capacity;
-            const bf16 *odd = which ? (const bf16 *)key + which[d + 1] * capacity : even + capacity;
+            const bf16 *even = (const bf16 *)key + (which ? which[d] : d) * tile;
+            const bf16 *odd = which ? (const bf16 *)key + which[d + 1] * tile : even + tile;
             ivec pairs[WIDE];
             pair_tile(even, odd, pairs);
             EACH_ROW(m)
             EACH_VEC(n) sum[m][n] = dot(sum[m][n], pairs[n], (const bf16 *)q + m * width + d);
         } else {
             vec k[WIDE];
-            const float *from = (const float *)key + (which ? which[d] : d) * capacity;
+            const float *from = (const float *)key + (which ? which[d] : d) * tile;
             EACH_VEC(n) k[n] = load(from + n * LANES);
             EACH_ROW(m) EACH_VEC(n) sum[m][n] += k[n] * ((const float *)q)[m * width + d];
         }
@@ -254,18 +257,20 @@ INLINE void copy_run(const int half, Row from, void *to, int64_t count) {
    coordinate and in rising order: so each cache line is fetched once, and ahead. */
 enum { SOON = 8 };
 INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, Row value,
-                   int64_t capacity, int64_t width, char *keys, char *values) {
+                   int64_t tile, int64_t width, char *keys, char *values) {
     int64_t run[BLOCK + 1], runs = 0;
     for (int64_t i = 0; i < count; i++)
-        if (i == 0 || list[i] != list[i - 1] + 1) run[runs++] = i;
+        if (i == 0 || list[i] != list[i - 1] + 1 || list[i] % tile == 0) run[runs++] = i;
     run[runs] = count;
+    int64_t from[BLOCK];
+    for (int64_t i = 0; i < runs; i++) from[i] = spot(list[run[i]], tile, width);
     const int64_t row = (half ? 2 : 4) * width;
     for (int64_t d = 0; d < width; d++)
         for (int64_t i = 0; i < runs; i++) {
-            __builtin_prefetch(past(key, (d + SOON) * capacity + list[run[i]], half));
+            __builtin_prefetch(past(key, (d + SOON) * tile + from[i], half));
             if (64 * d < (run[i + 1] - run[i]) * row)
                 __builtin_prefetch((const char *)past(value, list[run[i]] * width, half) + 64 * d);
-            copy_run(half, past(key, d * capacity + list[run[i]], half),
+            copy_run(half, past(key, d * tile + from[i], half),
                      (void *)past(keys, d * BLOCK + run[i], half), run[i + 1] - run[i]);
         }
     for (int64_t i = 0; i < runs; i++)
@@ -274,11 +279,11 @@ INLINE void gather(const int half, const int32_t *list, int64_t count, Row key, 
 }
 
 /* Scores of all query rows with TILE neighbouring positions; out [M, BLOCK]. */
-INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int64_t capacity,
+INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int64_t tile,
                        const int32_t *which, float *out, const char *values) {
     for (int64_t m = 0; m < M; m += TALL) {
 #define PRODUCT(tall)                                                                             \
-    score(tall, half, past(q, m * D, half), D, key, capacity, which, out + m * BLOCK, m ? NULL : values)
+    score(tall, half, past(q, m * D, half), D, key, tile, which, out + m * BLOCK, m ? NULL : values)
         BY_HEIGHT(M - m, PRODUCT)
 #undef PRODUCT
     }
@@ -299,7 +304,7 @@ INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int ha
     }
     float near[MOST * BLOCK] __attribute__((aligned(64)));
     for (int64_t at = lowest / TILE * TILE; at <= highest; at += TILE) {
-        score_tile(half, c->rows * G, q, D, past(key, at - low, half), p->capacity, NULL, near, NULL);
+        score_tile(half, c->rows * G, q, D, past(key, spot(at, p->tile, D), half), p->tile, NULL, near, NULL);
         for (int64_t m = 0; m < c->rows * G; m++) {
             const Sight *sight = p->sight + c->row + m / G;
             const int64_t *path = p->path + sight->path - dense;
@@ -316,9 +321,10 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     const int64_t lists = (c->listed + BLOCK - 1) / BLOCK, heads = (G + 2) * p->kv;
     const int64_t low = block < lists ? 0 : (c->first + block - lists) * BLOCK;
     const int64_t at = c->part + (block * p->kv + head) * M;
-    int64_t C = p->capacity, listed = 0;
+    const int64_t C = p->capacity;
+    int64_t P = p->tile, listed = 0;
     const int64_t slot = block >= lists && low + BLOCK <= c->same ? c->twin : c->slot;
-    Row key = past(keys, slot * p->key_stride + head * D * C + low, half);
+    Row key = past(keys, slot * p->key_stride + head * D * C, half);
     Row value = past(values, slot * p->value_stride + (head * C + low) * D, half);
     char own_keys[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
     char own_values[4 * WIDEST * BLOCK] __attribute__((aligned(64)));
@@ -334,10 +340,10 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
             copied = (int32_t *)c->copied + one;
         }
         if (copied == NULL || !__atomic_load_n(copied, __ATOMIC_ACQUIRE)) {
-            gather(half, list + block * BLOCK, listed, key, value, C, D, to_keys, to_values);
+            gather(half, list + block * BLOCK, listed, key, value, P, D, to_keys, to_values);
             if (copied) __atomic_store_n(copied, 1, __ATOMIC_RELEASE);
         }
-        key = to_keys, value = to_values, C = BLOCK;
+        key = to_keys, value = to_values, P = BLOCK;
     }
     float full_q[MOST * WIDEST] __attribute__((aligned(64)));
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
@@ -361,7 +367,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     }
     first = first / TILE * TILE;
     for (int64_t i = first; i < last; i += TILE)
-        score_tile(half, M, q, D, past(key, i, half), C, NULL, full_weight + i, past(value, i * D, half));
+        score_tile(half, M, q, D, past(key, spot(low + i, P, D), half), P, NULL, full_weight + i, past(value, i * D, half));
     /* Rows that see more by their paths all end at the same `dense`. */
     const int by_path = !listed && p->sight[c->row].length > 0;
     if (by_path) score_paths(p, c, low, half, q, key, full_weight);
@@ -449,6 +455,9 @@ INLINE void keep(const Pass *p, int64_t first, int64_t count, const int half, vo
     const int64_t D = p->width, C = p->capacity, stride = (p->group + 2) * p->kv * D;
     const float *new = p->head + first * stride + p->group * p->kv * D;
     const int64_t *place = p->place + 2 * first;
+    int64_t key_at[KEPT];
+    for (int64_t r = 0; r < count; r++)
+        key_at[r] = place[2 * r] * p->key_stride + spot(place[2 * r + 1], p->tile, D);
     for (int64_t i = 0; i < p->kv * D; i += LANES) {
         float full_key[KEPT][LANES];
         bf16 half_key[KEPT][LANES];
@@ -460,7 +469,7 @@ INLINE void keep(const Pass *p, int64_t first, int64_t count, const int half, vo
         }
         for (int64_t n = 0; n < LANES; n++)
             for (int64_t r = 0; r < count; r++) {
-                const int64_t to = place[2 * r] * p->key_stride + (i + n) * C + place[2 * r + 1];
+                const int64_t to = key_at[r] + i / D * C * D + (i % D + n) * p->tile;
                 if (half) ((bf16 *)keys)[to] = half_key[r][n];
                 else ((float *)keys)[to] = full_key[r][n];
             }

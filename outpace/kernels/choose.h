@@ -78,11 +78,11 @@ static int64_t score_pieces(const Pass *p) {
 
 INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t from, int64_t to,
                        const int half, Row keys) {
-    const int64_t G = p->group, C = p->capacity, X = (G + 2) * p->kv;
+    const int64_t G = p->group, P = p->tile, X = (G + 2) * p->kv;
     const int64_t D = p->width, read = c->read ? c->read : D;
     const int32_t *which = c->read ? (const int32_t *)c->which + head * read : NULL;
     const float *query = p->head + (c->row * X + head * G) * D;
-    Row key = past(keys, c->slot * p->key_stride + head * D * C, half);
+    Row key = past(keys, c->slot * p->key_stride + head * D * p->capacity, half);
     float full_q[MOST * WIDEST], out[MOST * BLOCK] __attribute__((aligned(64)));
     bf16 half_q[MOST * WIDEST];
     Row q = half ? (Row)half_q : full_q;
@@ -94,8 +94,8 @@ INLINE void score_span(const Pass *p, const Choice *c, int64_t head, int64_t fro
     for (int64_t i = from / TILE * TILE; i < to; i += TILE) {
         for (int64_t d = 0; which && d < read; d++)
             for (int n = 0; n < (half ? 2 : 4) * TILE; n += 64)
-                __builtin_prefetch((const char *)past(key, which[d] * C + i + EARLY, half) + n, 0, 2);
-        score_tile(half, G, q, read, past(key, i, half), C, which, out, NULL);
+                __builtin_prefetch((const char *)past(key, which[d] * P + spot(i + EARLY, P, D), half) + n, 0, 2);
+        score_tile(half, G, q, read, past(key, spot(i, P, D), half), P, which, out, NULL);
         const int64_t first = i < from ? from : i, last = i + TILE < to ? i + TILE : to;
         for (int64_t m = 0; m < G; m++)
             memcpy(scores_of(c, head * G + m) + first - c->low, out + m * BLOCK + first - i,

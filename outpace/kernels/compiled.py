@@ -1,10 +1,9 @@
 """C code of the package as this machine runs it.
 
-A wheel may carry it compiled (`outpace.kernels.build`). Elsewhere it is compiled when first needed;
-a file is kept per sources, compiler and processor in the cache folder, so that this takes some
-seconds once. Where neither can be done torch computes, more slowly: no C compiler, no processor
-with fused multiply-add, a system other than Linux, or a torch without an OpenMP whose threads can
-be borrowed.
+A wheel may carry it compiled (`outpace.kernels.build`). Elsewhere it is compiled when first needed, in
+some seconds. The cache folder keeps a file per sources, compiler and processor. Otherwise torch
+computes, more slowly: without a C compiler or fused multiply-add, outside of Linux, or where no OpenMP
+of torch lends its threads.
 """
 
 from __future__ import annotations

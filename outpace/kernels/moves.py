@@ -1,7 +1,6 @@
 """Rows of keys and values that are copied to places before them, in one call of compiled code.
 
-Indexing of torch takes twice as long for a few rows of 30 layers, and what it runs is not near the
-processor after a pass.
+Indexing of torch takes twice as long for a few rows of 30 layers: after a pass its code is in no cache.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from outpace.kernels.compiled import library
 
 
 def move(
-    layout: tuple[int, int, int, int, int, int, int, bool],
+    layout: tuple[int, int, int, int, int, int, int, int, bool],
     shape: tuple[int, int, int],
     slot: int,
     rows: Sequence[int],
@@ -30,10 +29,10 @@ def move(
     """
     code = library()
     if code is not None:
-        keys, values, layer, _, capacity, stride, _, half = layout
+        keys, values, layer, _, capacity, tile, stride, _, half = layout
         size = 2 if half else 4
         at = slot * stride * size
-        where = keys + at, values + at, *shape, capacity, size, layer, start
+        where = keys + at, values + at, *shape, capacity, tile, size, layer, start
         told = array("q", (*where, len(rows), *rows))
         code.outpace_move(told.buffer_info()[0])
     return code is not None

@@ -1,9 +1,8 @@
 """The Llama family on one block: few, large operations, and rows that do not feel each other.
 
 Families, from Llama 2 to OLMo 2, differ in what `DecoderConfig` says and in nothing else. The
-residual stream is float32 whatever the dtype of the weights, and every operation between two
-projections works row by row, so that a row's logits do not depend on the rows beside it (see
-`attention.py`).
+residual stream is float32 whatever the dtype of the weights. Every operation between two projections
+works row by row, so a row's logits do not depend on the rows beside it (see `attention.py`).
 
 Shape letters: T rows of a pass (filled up to a few at least), H hidden size, V vocabulary,
 D width of a head, E = D / 2, R riders.
@@ -28,7 +27,7 @@ from outpace.models.base import EMBEDDINGS, HEAD, KV_READ, LAYERS, TAPS, TREE, V
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import stored
+from outpace.models.fused import fits
 from outpace.models.graphs import CudaRecorder, Record, StaticPasses
 from outpace.models.layers import Layers
 from outpace.models.likeness import Likeness
@@ -52,9 +51,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 class Decoder(Target):
     """A decoder of the Llama family; ``load`` makes one.
 
-    Taps: ``hidden.L`` and ``hidden.-1`` as in the contract; ``attn_in.L`` is the normed input of
-    the attention of layer L, counted from 0, and ``attn_out.L`` what it adds to the residual
-    stream, unscaled. ``hidden.0`` and up are float32.
+    Taps: ``hidden.L`` and ``hidden.-1`` as in the contract. ``attn_in.L`` is the normed input of the
+    attention of layer L, counted from 0; ``attn_out.L`` is what it adds to the residual stream,
+    unscaled. ``hidden.0`` and up are float32.
     """
 
     can = frozenset({TREE, LAYERS, TAPS, HEAD, EMBEDDINGS, VIEWS, KV_READ})
@@ -183,10 +182,9 @@ class Decoder(Target):
 
     def new_cache(self, capacity: int = 0) -> DenseCache:
         shape, device = self._shape, self.device
-        dtype = stored(shape, self.dtype, device)
-        return DenseCache(
-            self.num_layers, shape.kv, shape.width, device=device, capacity=capacity, dtype=dtype
-        )
+        tiled, own = fits(shape, self.dtype, device), (self.num_layers, shape.kv, shape.width)
+        dtype = self.dtype if tiled else torch.float32  # torch would convert all of them in every pass
+        return DenseCache(*own, device=device, capacity=capacity, dtype=dtype, tiled=tiled)
 
     def choice(self, rule: Rule) -> Choice:
         """Memory for what the views of one sequence show."""

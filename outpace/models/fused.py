@@ -1,14 +1,13 @@
 """Attention in one reading of keys and values, by compiled code.
 
-`outpace.models.attention` says what is computed and what is promised; there it is done with
-products of matrices, a dozen per layer and group of slots, which on a CPU read keys and values at
-a quarter of the speed of its memory, and fill up shorter slots to the longest. ``attend.h`` does
-the same in one call per layer. Its sums run in another order, and in a bfloat16 model it rounds
-queries and weights as well, so its results differ from those of torch by rounding: a process uses
-one of the two for all passes of a model.
+`outpace.models.attention` says what is computed and what is promised. There it takes a dozen products
+of matrices per layer and group of slots. On a CPU these read keys and values at a quarter of the
+memory's speed, and fill up shorter slots to the longest. ``attend.h`` does the same in one call per
+layer. Its sums run in another order, and in a bfloat16 model it rounds queries and weights as well.
+So its results differ from torch's by rounding: a process uses one of the two for all passes of a model.
 
-Milliseconds of a pass over SmolLM2-135M in bfloat16, keys in float32, 2 cores with AVX-512, 512
-tokens of context (more in docs/results, also of keys in bfloat16):
+Milliseconds of a pass over SmolLM2-135M in bfloat16, 512 tokens of context, keys in float32, 2 cores
+with AVX-512 (docs/results has more):
 
     sequences x rows      1 x 1   1 x 32   1 x 128   8 x 1   64 x 1
     products               15.1     39.2     119.7    27.9    136.1
@@ -62,18 +61,10 @@ def attention(
     return one(cache, spans, rows, shape, windows, dtype)
 
 
-def stored(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """What keys and values of a model are best kept in, so that reading them takes least.
-
-    bfloat16 for a bfloat16 model, as transformers keeps them, where compiled code reads them:
-    values lose nothing, keys what their rotation would have kept. torch would have to convert
-    all of them in every pass, so for its products they stay float32.
-    """
-    return dtype if fits(shape, dtype, device) else torch.float32
-
-
 def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiled code attends to these heads there."""
+    """Whether compiled code attends to these heads there. It reads keys and values in their own dtype:
+    in bfloat16 values lose nothing, keys what their rotation would have kept.
+    """
     return (
         device.type == "cpu"
         and dtype in DTYPES
@@ -129,6 +120,7 @@ class Told(ctypes.Structure):
                 "group",
                 "width",
                 "capacity",
+                "tile",
                 "key_stride",
                 "value_stride",
                 "bfloat16",
@@ -226,6 +218,7 @@ class View:
         self._fit(rows, chunks, units, paths)
         if layout is not self._layout:
             told.capacity, told.half, self._layout = layout.capacity, layout.half, layout
+            told.tile = layout.tile
             told.key_stride, told.value_stride = layout.key_stride, layout.value_stride
         told.head, told.out = head, out
         if viewed:
@@ -391,7 +384,7 @@ def _copies(view: KVView, cache: DenseCache) -> tuple[int, int]:
     """Addresses of what was chosen side by side, and of which blocks are there; the view holds them."""
     if view.copies is None:
         return 0, 0
-    kept, blocks = view.copies.room(cache.key_store)
+    kept, blocks = view.copies.room(cache.value_store)
     return kept.data_ptr(), blocks.data_ptr()
 
 

@@ -6,16 +6,15 @@
 
 A view belongs to the feed that carries it and to nothing else: the next feed without one sees all.
 A list per layer, or per layer and head of keys, names the rows seen before the window. Compiled code
-reads them by that list where they are (attend.h, choose.h), or keeps a copy of the few for as long as the
-list stays. What is here in torch is its oracle. Layers with a sliding window see that window, with or
-without a view.
+reads them where they are (attend.h, choose.h), or keeps a copy for as long as the list stays. What is
+here in torch is its oracle. Layers with a sliding window see that window, with or without a view.
 
-Rows may be chosen in the pass itself, by the queries of its first row: runs of neighbouring rows by
-their mean score (chunks of TriForce, arXiv:2404.11912), or by a soft vote of the query heads on their best
-rows, kept while queries point the same way (after TokenSelect, arXiv:2411.02886).
+Rows may be chosen in the pass itself, by the queries of its first row, in one of two ways. Runs of
+neighbouring rows are chosen by their mean score (chunks of TriForce, arXiv:2404.11912). Or query heads vote
+softly on their best rows, and a choice stays while queries point the same way (after TokenSelect,
+arXiv:2411.02886).
 
-Drafters may read keys and values too, layer by layer (`KeyValues`): a reader sees what is committed, and
-copies nothing.
+Drafters may read keys and values too, layer by layer (`KeyValues`). A reader sees what is committed.
 
 Shape letters: L layers, K key-value heads, G query heads of each, D width of a head, X = K * G * D, N
 listed rows, R rows of a feed, C rows that may be chosen, W rows seen.
@@ -101,8 +100,8 @@ class KVView:
 class KeyValues:
     """Keys and values of the committed rows of a slot in one layer, as the cache holds them.
 
-    Views: they cost nothing, and are valid until the next pass or commit. Numbers of a key that rotate
-    together are neighbours, as `outpace.models.blocks.paired` lays queries out.
+    Valid until the next pass or commit. Values are a view; so are keys, but where they lie in tiles.
+    Numbers of a key that rotate together are neighbours, as `outpace.models.blocks.paired` lays queries out.
     """
 
     key_KDC: Tensor
@@ -134,13 +133,11 @@ def read(cache: KVCache, slot: int, layer: int) -> KeyValues:
     """
     if not isinstance(cache, DenseCache) or not 0 <= layer < cache.layers:
         raise ModelError(f"layer {layer} cannot be read in a {type(cache).__name__}")
-    key_store, value_store, length = cache.key_store, cache.value_store, cache.length(slot)
-    if not length and slot >= key_store.shape[1]:  # memory comes with the first row
-        return KeyValues(
-            key_store[layer].new_zeros(*key_store.shape[2:4], 0),
-            value_store[layer].new_zeros(value_store.shape[2], 0, value_store.shape[4]),
-        )
-    return KeyValues(key_store[layer, slot, :, :, :length], value_store[layer, slot, :, :length])
+    value_store, length = cache.value_store, cache.length(slot)
+    if not length and slot >= value_store.shape[1]:  # memory comes with the first row
+        none = value_store.new_zeros(value_store.shape[2], 0, value_store.shape[4])
+        return KeyValues(none.transpose(1, 2), none)
+    return KeyValues(cache.first_keys(layer, slot, length), value_store[layer, slot, :, :length])
 
 
 class Choice:
@@ -189,17 +186,17 @@ class Choice:
             self.base = base
         return KVView(self.rule, self.row_LKN, self if choose else None, self if self.rule.copies else None)
 
-    def room(self, keys: Tensor) -> list[Tensor]:
+    def room(self, values: Tensor) -> list[Tensor]:
         """Memory for listed keys and values in blocks of 128, and for which blocks it holds.
 
         Args:
-            keys: of the cache, [L, slots, K, D, rows].
+            values: of the cache, [L, slots, K, rows, D].
         """
         if not self._room:
-            layers, _, heads, width, _ = keys.shape
+            layers, _, heads, _, width = values.shape
             count = layers * heads * -(-self.rule.listed // 128)
             with torch.inference_mode(False):
-                self._room = [keys.new_empty(count, 2, 128 * width), torch.zeros(count, dtype=torch.int32)]
+                self._room = [values.new_empty(count, 2, 128 * width), torch.zeros(count, dtype=torch.int32)]
         return self._room
 
     def forget(self) -> None:

@@ -85,7 +85,7 @@ class RiderNet:
             found[name] = x_BTH
         held: dict[int, KeyValue] = {}
         for layer in self.layers:
-            k_BNDT = cache.key_store[layer, :size, :, :, :longest]
+            k_BNDT = cache.first_keys(layer, slice(size), longest)
             v_BNTD = cache.value_store[layer, :size, :, :longest]
             k_BNTD = k_BNDT.index_select(2, self._order_D).transpose(2, 3)
             held[layer] = k_BNTD.to(target.dtype), v_BNTD.to(target.dtype, copy=True)

@@ -1,7 +1,11 @@
+import random
+
 import pytest
 import torch
 
+from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
+from outpace.kernels import compiled
 
 
 def filled(slots: int, rows: int, *, capacity: int = 0) -> DenseCache:
@@ -58,6 +62,61 @@ def test_compiled_code_moves_rows_as_torch_does(dtype, monkeypatch):
     ours = kept()
     monkeypatch.setattr("outpace.cache.dense.move", lambda *given: False)
     assert all(map(torch.equal, ours, kept()))
+
+
+@pytest.mark.skipif(compiled.library() is None, reason="torch moves no rows of tiles")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_in_tiles_are_those_in_one(dtype):
+    """Texts grow, keep paths over borders of tiles, are forked, copied in pages and closed."""
+    pair, coins = (
+        [DenseCache(3, heads=2, width=16, dtype=dtype, tiled=tiled) for tiled in (False, True)],
+        random.Random(3),
+    )
+
+    def told(rows):
+        return torch.tensor([coins.random() for _ in range(3 * 2 * 16 * rows)]).view(3, rows, 2, 16).to(dtype)
+
+    for turn in range(120):
+        live = sorted(pair[0]._slots)
+        at = coins.choice([*live, *[-1] * (len(live) < 4)])
+        length = pair[0].length(at) if at >= 0 else 0
+        if at < 0:
+            assert pair[0].open() == pair[1].open()
+        elif turn % 9 == 8:
+            made = coins.choice(["fork", "cut", "close", "pages"])
+            cut = coins.randint(0, length) if made == "cut" else length
+            pages = length // PAGE
+            for one in pair:
+                if made == "fork" and len(live) < 4:
+                    one.fork(at, length)
+                elif made == "cut":
+                    one.truncate(at, cut)
+                elif made == "close":
+                    one.close(at)
+                elif made == "pages" and len(live) < 4:
+                    parts = [one.copy(at, PAGE * i, PAGE * i + PAGE) for i in range(pages)]
+                    one.restore(one.open(), one.ids(at)[: PAGE * pages], parts)
+        else:
+            count = coins.choice([1, 5, 40])
+            parents = [-1, *(coins.randrange(max(0, i - 2), i) for i in range(1, count))]
+            keys, values, path, node = told(count), told(count), [], count - 1
+            while node >= 0:
+                path.insert(0, node)
+                node = parents[node]
+            for one in pair:
+                rows = one.append(at, range(count), parents)
+                for i, row in enumerate(rows):
+                    tile = (slice(None), row) if one is pair[0] else (row // PAGE, slice(None), row % PAGE)
+                    one.key_store[(slice(None), at, slice(None), *tile)] = keys[:, i]
+                    one.value_store[:, at, :, row] = values[:, i]
+                one.keep(at, path)
+        for slot in pair[0]._slots:
+            rows = pair[0].length(slot)
+            assert rows == pair[1].length(slot)
+            if rows:
+                assert torch.equal(*(one.first_keys(slice(None), slot, rows) for one in pair)), turn
+                assert torch.equal(*(one.value_store[:, slot, :, :rows] for one in pair))
+    assert pair[1].rows > 2 * PAGE
 
 
 def test_prune_leaves_some_of_the_tail():
@@ -124,10 +183,9 @@ def test_a_closed_slot_is_taken_again_and_starts_empty():
     assert held(cache, 2) == [200, 201, 202, 203]
 
 
-def test_views_are_made_once_and_follow_the_layout():
+def test_views_follow_the_layout():
     cache = filled(2, 3)
     keys = cache.keys(range(2), range(64))
-    assert cache.keys(range(2), range(64)) is keys
     assert keys[0].shape == (6, 4, 64)
     assert [int(keys[1][3 * slot, 0, 2]) for slot in (0, 1)] == [2, 102]
     values = cache.values(range(1, 2), range(64))

@@ -8,7 +8,7 @@ from outpace.types import Feed
 from tests.conformance.targets import TARGETS
 from tests.conformance.test_targets import TEXT, alone, assert_same, read
 
-LONG = [(7 * i + 3) % 11 for i in range(PAGE + 5)]
+LONG = [(7 * i + 3) % 11 for i in range(2 * PAGE + 5)]
 
 
 @pytest.fixture(params=TARGETS)
@@ -70,17 +70,17 @@ def test_copies_fill_other_slots(target, cache):
         with pytest.raises(NotImplementedError):
             cache.copy(read(target, cache, TEXT)[0], 0, 4)
         return
-    slot, _ = read(target, cache, TEXT)
-    parts = [cache.copy(slot, 0, 4), cache.copy(slot, 4, 8)]
+    slot, _ = read(target, cache, LONG)
+    text, parts = LONG[: 2 * PAGE], [cache.copy(slot, 0, PAGE), cache.copy(slot, PAGE, 2 * PAGE)]
     cache.truncate(slot, 0)  # copies stay good
     for _ in range(2):
         other = cache.open()
-        cache.restore(other, TEXT[:8], parts)
-        follows(target, cache, other, TEXT[:8])
+        cache.restore(other, text, parts)
+        follows(target, cache, other, text)
     cache.close(slot)
     moved = cache.relocate(other)
     assert moved == slot
-    follows(target, cache, moved, TEXT[:8])
+    follows(target, cache, moved, text)
 
 
 def test_the_test_of_a_cache_can_fail(monkeypatch):

@@ -138,7 +138,7 @@ def second(budgets, spreads, knows=10, plants=(), settings=None, drawn=Drawn.CHO
     for row in rows:
         state, slot = row.state, drafter.cache.slot(row.state.slot)
         stored = len(slot.ids) + len(slot.tail_ids)
-        keys = drafter.cache.key_store[:, state.slot, :, :, :stored].clone()
+        keys = drafter.cache.first_keys(slice(None), state.slot, stored).clone()
         behind.append((slot.tail_ids, slot.tail_parents, slot.tail_depths, state.row, state.lead, keys))
     return drafts[0], behind, drafter.clock.count, sum(done)
 

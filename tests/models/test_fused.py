@@ -5,11 +5,12 @@ import random
 import pytest
 import torch
 
+from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
 from outpace.kernels import compiled
 from outpace.models import fused
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.fused import FusedAttention, attention, fits, stored
+from outpace.models.fused import FusedAttention, attention, fits
 
 needs_code = pytest.mark.skipif(compiled.library() is None, reason="C cannot be compiled for this machine")
 BASES = (0, 1, 5, 63, 64, 100, 126, 127, 128, 200, 255, 300)
@@ -42,12 +43,14 @@ def batch(coins, slots):
     return spans
 
 
-def cache_of(shape, slots, seed=0, kept=torch.float32):
-    cache = DenseCache(2, shape.kv, shape.width, dtype=kept)
+def cache_of(shape, slots, seed=0, kept=torch.float32, tiled=False):
+    """One of the same keys, in tiles or not."""
+    cache = DenseCache(2, shape.kv, shape.width, dtype=kept, tiled=tiled)
     cache.resize(slots, ROWS)
     coins = torch.Generator().manual_seed(seed)
-    for store in (cache.key_store, cache.value_store):
-        store.copy_(torch.randn(store.shape, generator=coins))
+    keys = torch.randn(2, slots, shape.kv, shape.width, ROWS, generator=coins)
+    cache.key_store.copy_(keys.unflatten(4, (-1, PAGE)).transpose(3, 4) if tiled else keys)
+    cache.value_store.copy_(torch.randn(cache.value_store.shape, generator=coins))
     return cache
 
 
@@ -61,7 +64,8 @@ def fill(attend, seed=1):
 @pytest.mark.parametrize("shape", [GROUPED, WIDE, MANY, (2, 4, 80), (4, 1, 32), (2, 2, 64, 1.5)])
 @pytest.mark.parametrize("windows", [(None,), (None, 7), (50, 200)])
 @pytest.mark.parametrize("flat", [False, True])
-def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat):
+@pytest.mark.parametrize("tiled", [False, True])
+def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat, tiled):
     """From keys and values in bfloat16 what products give from the same numbers, but for the
     rounding of queries and weights. There is none where all weights are 1.
     """
@@ -69,7 +73,7 @@ def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat):
     for seed in range(6):
         spans = batch(random.Random(seed), 4)
         rows = sum(len(one.stored) for one in spans)
-        caches = [cache_of(shape, 4, seed), cache_of(shape, 4, seed, kept)]
+        caches = [cache_of(shape, 4, seed), cache_of(shape, 4, seed, kept, tiled)]
         for store in (caches[0].key_store, caches[0].value_store):
             store.copy_(store.to(kept))
         both = [
@@ -86,8 +90,8 @@ def test_it_gives_what_products_of_matrices_give(shape, windows, kept, flat):
             want, got = (attend(1, window)[:rows].clone() for attend in both)
             worst = max(worst, float((got - want).abs().max()))
             sums.append(float((got - want).abs().mean()))
-        for one, other in zip(caches[0].by_row, caches[1].by_row, strict=True):
-            assert torch.equal(one, other.float()), "what is stored"
+        stored = [(one.first_keys(1, slice(4), ROWS), one.value_store) for one in caches]
+        assert all(torch.equal(one, other.float()) for one, other in zip(*stored, strict=True))
     exact = flat or kept is torch.float32
     assert worst < (4e-6 if exact else 1e-2)
     assert worst > 0.0 or flat, "two ways of computing"
@@ -112,12 +116,12 @@ def test_new_keys_and_values_are_rounded_to_what_the_cache_keeps():
 @needs_code
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])  # of what is kept, too
 def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
-    """Alone, in a batch, as a chain, in a tree over the border of a block, with more threads."""
+    """Alone, in a batch, as a chain, in a tree over the border of a block, with more threads, in tiles."""
     shape = heads(*GROUPED)
     head = torch.randn(64, 15, 64, generator=torch.Generator().manual_seed(3))
 
-    def run(spans, rows, threads=1):
-        cache = cache_of(shape, 3, kept=dtype)
+    def run(spans, rows, threads=1, tiled=False):
+        cache = cache_of(shape, 3, kept=dtype, tiled=tiled)
         attend = FusedAttention(cache, spans, max(4, len(rows)), shape, frozenset({None}), dtype)
         attend.head_TXD[: len(rows)] = head[rows]
         attend._threads = threads
@@ -130,6 +134,7 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
         beside = run([other, tree], [*range(40, 44), *range(20)], threads=2)[4:]
         alone = run([span(1, 0, base, parents)], list(range(20)))
         assert torch.equal(beside, alone), base
+        assert torch.equal(run([span(1, 0, base, parents)], list(range(20)), tiled=True), alone), base
         for leaf in set(range(20)) - set(parents):
             path, at = [], leaf
             while at >= 0:
@@ -191,8 +196,5 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
     assert not fits(heads(1, 33, 16), torch.float32, cpu)
     assert not fits(heads(1, 1, 24), torch.float32, cpu)
     assert not fits(usual, torch.float32, torch.device("meta"))
-    assert stored(usual, torch.bfloat16, cpu) is torch.bfloat16
-    assert stored(usual, torch.float32, cpu) is torch.float32
     monkeypatch.setattr(fused, "library", lambda *name: None)
     assert kind() is Attention
-    assert stored(usual, torch.bfloat16, cpu) is torch.float32, "what products multiply"

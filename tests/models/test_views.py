@@ -106,16 +106,14 @@ def test_what_a_view_leaves_out_is_not_seen_and_what_it_shows_is(target, rule):
     choice = target.choice(rule)
     first = logits(target, cache, slot, choice.view(300))
     seen = {int(i) for i in choice.row_LKN.flatten()} | set(range(rule.start(300), 300))
-    kept = [store.clone() for store in (cache.key_store, cache.value_store)]
+    kept = cache.value_store.clone()
     again = choice.view(300)
     assert again.choice is None, "chosen already"
     for harmed, same in ((sorted(set(range(300)) - seen), True), ([0], False)):
-        for store in cache.by_row:
-            store[:, slot, harmed] = 7.0
+        cache.value_store[:, slot, :, harmed] = 7.0
         kept_apart = rule.copies and fused.library() is not None
         assert torch.equal(first, logits(target, cache, slot, again)) == (same or kept_apart), harmed
-        cache.key_store.copy_(kept[0])
-        cache.value_store.copy_(kept[1])
+        cache.value_store.copy_(kept)
 
 
 def test_a_view_that_shows_all_gives_what_no_view_gives(target):
@@ -147,8 +145,7 @@ def test_copies_are_made_anew_with_the_choice(target):
     assert torch.equal(
         logits(target, cache, slot, lying.view(300)), logits(target, cache, slot, kept.view(300))
     )
-    for store in cache.by_row:
-        store[:, slot, :200] = store[:, slot, :200].flip(1)
+    cache.value_store[:, slot, :, :200] = cache.value_store[:, slot, :, :200].flip(2)
     stale = logits(target, cache, slot, kept.view(300))
     assert torch.equal(stale, logits(target, cache, slot, lying.view(300))) == (fused.library() is None)
     anew = [logits(target, cache, slot, one.view(300, choose=True)) for one in (lying, kept)]

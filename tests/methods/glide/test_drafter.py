@@ -83,11 +83,11 @@ def test_it_reads_what_is_committed_in_the_slot_lent(engine, folder):
             return told(drafter, rows)[1]
 
     before, lease = said(), rows[0].lease
-    store, last = lease.cache.key_store, lease.cache.length(lease.slot)
+    store, last = lease.cache.value_store, lease.cache.length(lease.slot)
     store[0, lease.slot] += 1.0
-    store[drafter.reads, lease.slot, :, :, last:] += 1.0
+    store[drafter.reads, lease.slot, :, last:] += 1.0
     assert all(torch.equal(before[path], one) for path, one in said().items())
-    store[drafter.reads, lease.slot, :, :, 1] += 1.0
+    store[drafter.reads, lease.slot, :, 1] += 1.0
     after = said()
     assert not torch.equal(before[0, ()], after[0, ()]) and torch.equal(before[1, ()], after[1, ()])
 
