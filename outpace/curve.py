@@ -12,8 +12,7 @@ from typing import Any
 FREE_ROWS = 4
 """Where nothing was measured: rows that a pass over one sequence checks for the price of one."""
 ROW_PRICE = 0.055
-"""What each further row adds then, in passes over one row (bfloat16 on a CPU). GPUs charge less, and
-a policy that knows better hands out smaller budgets."""
+"""What each further row adds then, in passes over one row (bfloat16 on a CPU). GPUs charge less."""
 
 
 def assumed(rows: int) -> float:
@@ -22,8 +21,8 @@ def assumed(rows: int) -> float:
 
 
 RATE = 1.6
-"""Where nothing was measured: tokens that the time of a pass over one row is worth, since a step that drafts
-emits about two in 1.25 such passes."""
+"""Where nothing was measured: tokens that the time of a pass over one row is worth. A step that drafts emits
+about two in 1.25 such passes."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -266,8 +266,8 @@ class Shape:
 
     parent_N: tuple[int, ...] | None = None
     beam: int = 0
-    """Above 0: no template, but a tree that grows where the drafter's own probabilities say it
-    pays (``outpace.tree.dynamic``), with at most so many nodes expanded per level."""
+    """Most nodes expanded per level of a tree that grows where the drafter's own probabilities say
+    it pays (``outpace.tree.dynamic``); 0: trees have a template."""
     least: float = 0.0
     """A place of such a tree is filled if verification gets there more often than ``least / max_nodes``."""
     siblings: tuple[int, ...] = ()

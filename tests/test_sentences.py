@@ -48,6 +48,20 @@ def test_a_long_sentence_fails(tool, tmp_path, capsys):
     assert "page.md: 32 words" in capsys.readouterr().err
 
 
+def test_a_long_sentence_of_a_docstring_fails(tool, tmp_path, capsys):
+    (tmp_path / "README.md").write_text("Short.")
+    (tmp_path / "outpace").mkdir()
+    labels = "".join(
+        f"        {name}: Eight words that say what it is for.\n" for name in ("rows", "*more", "a, b")
+    )
+    module = tmp_path / "outpace" / "module.py"
+    module.write_text(f'"""Fine.\n\n    Args:\n{labels}"""\nx = 1\n"""{"word " * 25}."""\n')
+    assert tool.main(["--root", str(tmp_path)]) == 0
+    module.write_text(module.read_text() + f'"""{"word " * 26}."""\n')
+    assert tool.main(["--root", str(tmp_path)]) == 1
+    assert "module.py: 26 words" in capsys.readouterr().err
+
+
 def test_a_high_median_fails(tool, tmp_path):
     (tmp_path / "docs").mkdir()
     (tmp_path / "README.md").write_text("Word " * 16 + "end.")

@@ -1,4 +1,4 @@
-"""Counts the words of every sentence in README.md and docs/, and fails over long ones and over wide lines.
+"""Counts the words of every sentence in README.md, docs/ and docstrings; fails over long ones and wide lines.
 
 python tools/sentences.py             say the median, and every sentence that is too long
 python tools/sentences.py --over 20   list sentences over 20 words as well, without failing for them
@@ -8,6 +8,8 @@ Code, tables, headings and the addresses of links do not count. An item of a lis
 """
 
 import argparse
+import ast
+import inspect
 import re
 import sys
 from collections.abc import Iterator
@@ -21,13 +23,17 @@ MOST, MEDIAN, WIDEST = 25, 16, 118
 CODE = re.compile(r"^(```+|~~~+).*?^\1\s*$", re.MULTILINE | re.DOTALL)
 COMMENT = re.compile(r"<!--.*?-->|<[^>\n]+>", re.DOTALL)
 LINK = re.compile(r"!?\[([^\]]*)\]\([^)]*\)")
-SPAN = re.compile(r"`[^`]+`")
+SPAN = re.compile(r"(`+)[^`]+\1")
 ITEM = re.compile(r"^\s*([-*+]|\d+\.)\s+")
 END = re.compile(r"[.!?]+[\"')*_]*\s+(?=[\"'(*_]*[A-Z0-9`])|[.!?]+[\"')*_]*$")
 FIXED = re.compile(r"\s*(\||#|<|>|!|:|```|~~~|\[[^\]]+\]:)")
 """Lines that are no running text: tables, headings, markup, pictures."""
 MARK, GLUE = re.compile(r" (?=([-*+]|\d+\.|\||#+|>) )"), "\x00"
 """What would be markup at the beginning of a line stays behind the word before."""
+LABEL = re.compile(r"^[ \t]*\*{0,2}[\w.`]+(, \*{0,2}[\w.`]+)*:(?=\s)", re.MULTILINE)
+"""What begins an entry of a docstring: a parameter, or a heading."""
+LETTERS = re.compile(r"^Shape letters: .*?(?=\n\n|\Z)", re.MULTILINE | re.DOTALL)
+"""A list of what the letters of shapes mean."""
 SHORT = re.compile(r"\b(e\.g|i\.e|vs|et al|etc|cf)\.")
 
 
@@ -95,6 +101,17 @@ def pages(root: Path) -> list[Path]:
     return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
 
 
+def docstrings(source: str) -> Iterator[str]:
+    """What a reader of a module is told: its strings that stand alone, entry by entry."""
+    for node in ast.walk(ast.parse(source)):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield LABEL.sub("\n\n", LETTERS.sub("", inspect.cleandoc(node.value.value)))
+
+
 def main(arguments: list[str]) -> int:
     """Print the median, and what is too long."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -114,11 +131,17 @@ def main(arguments: list[str]) -> int:
         for page in pages(options.root)
         for one in sentences(page.read_text(encoding="utf-8"))
     ]
-    for count, page, one in found:
+    told = [
+        (words(one), module.relative_to(options.root), one)
+        for module in sorted((options.root / "outpace").rglob("*.py"))
+        for text in docstrings(module.read_text(encoding="utf-8"))
+        for one in sentences(text)
+    ]
+    for count, page, one in found + told:
         if count > min(options.over, MOST):
             print(f"{page}: {count} words: {one}", file=sys.stderr)
-    middle, most = median(count for count, _, _ in found), max(found)[0]
-    print(f"{len(found)} sentences, median {middle:g} words, longest {most}")
+    middle, most = median(count for count, _, _ in found), max(found + told)[0]
+    print(f"{len(found)} sentences, median {middle:g} words; {len(told)} in docstrings; longest {most}")
     if most > MOST or middle >= MEDIAN:
         limits = f"a sentence has at most {MOST} words, the median is under {MEDIAN}"
         print(f"error: {limits}; split the long ones", file=sys.stderr)

@@ -64,8 +64,8 @@ class Learned:
     """Speed-up expected of drafts of at most 1, 2, ... levels, mean over prompts; empty if it never
     drafted."""
     disturbed: int = 0
-    """Answers left out of ``speedup``: also when repeated they gained more than tokens per pass allow, so
-    that something else must have slowed the plain ones."""
+    """Answers left out of ``speedup``. They gained more than tokens per pass allow, also when repeated:
+    something else slowed the plain ones."""
 
     @property
     def best(self) -> tuple[int, float]:

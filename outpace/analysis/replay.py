@@ -42,8 +42,8 @@ class Device:
     sequence: float = 0.0
     """Of each sequence beside its rows: its keys and values."""
     levels: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """``head`` and ``model``, or a method spec: a level of a trained head, of a language model, or of that
-    drafter, for one sequence, and for each further one."""
+    """A level of a trained ``head``, of a language ``model``, or of a drafter by its spec: for one sequence,
+    and for each further one."""
     unread: float = 0.0
     """Of each token that a drafter reads late."""
     look: float = 0.05

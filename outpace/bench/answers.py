@@ -45,8 +45,8 @@ def write_answers(
         decode: token ids to text, special tokens left out.
         clock: seconds since 1970, for ``tstamp``.
 
-    Fields of a choice, one entry per turn: ``turns`` the texts; ``new_tokens``; ``wall_time`` in
-    seconds, prefill included; ``decoding_steps`` passes after the prompt, null if it was not
+    Fields of a choice, one entry per turn: ``turns`` the texts, ``new_tokens``, and ``wall_time`` in
+    seconds, prefill included. ``decoding_steps`` are passes after the prompt, null if it was not
     told. ``accept_lengths`` has the emitted tokens of every pass of all turns. Their mean is
     mean emitted; their order is not kept (longest first in each turn).
 

@@ -18,8 +18,8 @@ from outpace.verifiers.base import Verifier
 class Conversation:
     """Chat turns over one cache slot of an engine.
 
-    The prefix of the dialogue stays in the cache between turns; where the chat template spells
-    an earlier answer otherwise than it was generated, the cache is cut back to the common part.
+    The prefix of the dialogue stays in the cache between turns. Where the chat template spells an
+    earlier answer otherwise than it was generated, the cache is cut back to the common part.
 
     Args:
         engine: must outlive the conversation.

@@ -196,7 +196,7 @@ class Engine:
             params: sampling settings for all prompts, or one per prompt.
             drafter: method spec, in place of the engine's own.
             reproducible: whether the same seed gives the same text with any drafter and with none,
-                in any batch; None: where a seed is given, unless the spec names a verifier.
+                in any batch. None means: where a seed is given, unless the spec names a verifier.
             chat: wrap text prompts in the model's chat template.
             reference: text or token ids that the answer is expected to resemble, one for all
                 prompts or a list of one (or None) each. Drafters may read it; the distribution of the answer

@@ -4,8 +4,8 @@
     auto[add=draft_model[model=smollm2-135m]]     and a draft model, as by --draft-model
     auto[drafters=suffix+eagle3[tree=dynamic]]    exactly these
 
-Members are loaded when the first request comes, so that an engine with `auto` is ready as soon as
-its target is; with a draft model of the user's, when the engine is. All of them follow the text from
+Members are loaded when the first request comes: an engine with `auto` is ready as soon as its target
+is. With a draft model of the user's they are loaded with the engine. All of them follow the text from
 its beginning, whoever drafts; a member that was not picked costs that much and no more.
 
 Lookups that `auto` adds itself, and dynamic trees, have larger budgets than when they are named alone. The

@@ -96,8 +96,8 @@ class Scheduler:
         return row.goal - self.machine.cache.length(row.slot)
 
     def _read(self, rows: list[ActiveSequence], most: int) -> list[ActiveSequence]:
-        """Read the next chunks: half of them at least of the prompt that came first, the rest of
-        the shortest, which else might wait long behind a long one.
+        """Read the next chunks: at least half of them of the prompt that came first, the rest of the
+        shortest. A short prompt does not wait long behind a long one.
         """
         left = {row: self._left_to_read(row) for row in rows}
         first, *others = rows

@@ -107,9 +107,7 @@ class ActiveSequence:
 
     @property
     def goal(self) -> int:
-        """Tokens that its slot must hold before it can go on; all of a prompt, whose last pass
-        yields the first token, and else all but the pending one.
-        """
+        """Tokens that its slot must hold to go on: all of a prompt, later all but the pending one."""
         return len(self.tokens) - (self.new_tokens > 0)
 
     def coins(self, stream: Stream) -> KeyedCoins:

@@ -1,16 +1,14 @@
 """Attention of all rows of a pass over the dense cache, trees and ragged batches included.
 
-The promise: what a row gets does not depend, bit for bit, on the rows beside it, nor on whether
-its ancestors stand in a chain or in a tree. So greedy text can be equal token for token with
-and without guesses. Three rules keep it, given a matrix product that adds up its terms in
-order, as the products of CPU libraries do for up to 192 terms:
+What a row gets does not depend on the rows beside it, bit for bit. Nor does it on whether its ancestors
+stand in a chain or in a tree. So greedy text can be equal token for token with and without guesses.
+Products of CPU libraries add up to 192 terms in order. Given that, three rules keep the promise:
 
-- products have at least 4 rows, and a multiple of 64 keys; what a row may not see weighs 0,
-  and rows that only fill up hold zeros;
-- weighted values are summed in blocks of 128 positions. A block is made of positions, not of
-  storage rows: a guess stored across a border is counted where its position belongs;
-- the sum of the weights, which is split by lanes of the processor, is taken in float64, so that
-  its rounding to float32 does not tell how it was split.
+- Products have at least 4 rows and a multiple of 64 keys; what a row may not see weighs 0.
+- Weighted values are summed in blocks of 128 positions, not of storage rows: a guess stored across
+  a border is counted where its position belongs.
+- The sum of the weights is split by lanes of the processor. It is taken in float64, so that its
+  rounding to float32 does not tell how it was split.
 
 Shape letters: T rows of the pass (filled up), B slots of a group, R rows per slot, K key-value
 heads, G query heads per key-value head, M = R * G or 4 if that is more, D width of a head,
@@ -44,8 +42,8 @@ _ROWS = 64
 LOG2E = 1 / math.log(2)
 
 _GROUP_COST, _ROW_COST = 700, 0.25
-"""Time of a group of products, and of another row beside a key's own reading, in units of
-reading one key; measured, rough, and no matter for results."""
+"""Time of a group of products, and of one more row per key, in units of reading a key: measured, and
+rough. Results do not depend on them."""
 
 
 @dataclass(frozen=True, slots=True)

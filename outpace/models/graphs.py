@@ -1,13 +1,13 @@
 """Passes in a few fixed shapes, recorded once and replayed: CUDA graphs.
 
 A pass of a small model is some 25 launches a layer, and on a GPU launching may well take longer
-than computing. So the layers of a pass are recorded with every input in a buffer, and later passes
-of the same shape fill the buffers and replay. Rows are filled up to a bucket, keys to another;
+than computing. So the layers of a pass are recorded with every input in a buffer. Later passes of
+the same shape fill the buffers and replay. Rows are filled up to a bucket, keys to another;
 what a row sees is a mask in a buffer. The layers are those of `outpace.models.layers`; only
 attention is written again, for a shape that does not depend on the text.
 
 Rows that fill up write keys behind the tail of their slot, where nobody looks and the next pass
-writes over them; they see storage row 0, so that all they compute is finite.
+writes over them. They see storage row 0, so all that they compute is finite.
 
 Shape letters: T = B * R rows filled up, B consecutive slots, R rows per slot, N keys, K key-value
 heads, G query heads per key-value head, D width of a head, E = D / 2, X heads of all kinds,

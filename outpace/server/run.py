@@ -33,8 +33,8 @@ def is_loopback(host: str) -> bool:
 
 
 def host_names(host: str, keys: Sequence[str], allowed: Sequence[str] = ()) -> frozenset[str] | None:
-    """Names that a server answers to: its own, where loopback is all that protects it; and those
-    that are allowed, of which none means any where it is protected otherwise.
+    """Names that a server answers to; None: to any. Where loopback is all that protects it, these are its
+    own and those allowed. Where it is protected otherwise, those allowed, if there are any.
     """
     if (keys or not is_loopback(host)) and not allowed:
         return None

@@ -154,8 +154,8 @@ class Batch:
         return row
 
     def _soon(self, answer: Answer) -> bool:
-        """Whether reading must come first: there is a chunk of it left already, or a part of this
-        very text is about to be read, and can then be copied.
+        """Whether reading must come first: a chunk is left already, or a part of this text is about to
+        be read, to be copied then.
         """
         reading = [row for row in self.running if row.reading]
         if self._scheduler.busy_reading:

@@ -155,8 +155,8 @@ def _check_vocabulary(
 def rows_alike(tensors: Mapping[str, Tensor], target: Target) -> float | None:
     """Share of the drafter's head rows whose nearest row of the target's head is that of their token.
 
-    None where there is nothing to compare: no head of its own over the target's width, or one that
-    resembles no rows of the target's at all.
+    None where there is nothing to compare: it has no head of the target's width, or one that resembles
+    no rows of the target's.
     """
     vocab = vocab_map(tensors, target.vocab_size)
     head_DH = tensors.get("lm_head.weight")

@@ -11,8 +11,8 @@
     guesses     row i guesses x(n+i), i >= 1; ``from_anchor`` and seeds: x(n+1+i), i >= 0
     logits      unembedding(norm(x))
 
-The context is not processed by the layers: what the target knows enters each of them as keys and
-values, computed once per token and kept. A row of a block sees all of it and all rows of its block, or
+The layers do not process the context. What the target knows enters each of them as keys and values,
+computed once per token and kept. A row of a block sees all of it and all rows of its block, or
 those before it (``causal``). The block's rows are dropped when it is drafted. Row i has position n + i,
 context row t position t. ``unit`` makes the mean square 1. Seeds save a small network a layer that
 finds the last context row, and a row.

@@ -6,9 +6,9 @@
 x is the residual stream of the target after its first layers. Heads, rotation and norms are those
 of the target's layers; every row sees the whole text before it.
 
-Names of the tensors in files: ``input_layernorm``, ``self_attn.{q,k,v,o}_proj`` and ``norm``,
-with biases and head norms where the target has them; with an MLP ``post_attention_layernorm`` and
-``mlp.{gate,up,down}_proj`` too.
+Names of the tensors in files: ``input_layernorm``, ``self_attn.{q,k,v,o}_proj`` and ``norm``, with
+biases and head norms where the target has them. With an MLP there are ``post_attention_layernorm``
+and ``mlp.{gate,up,down}_proj`` too.
 
 Papers: Kangaroo, Liu et al. 2024, arXiv:2404.18911, without an MLP (x is h_l, y is A(h_l)); EESD,
 arXiv:2406.03853, with one (x is h^N).

@@ -5,8 +5,8 @@
     logits of token i + 1 + k = unembedding(f'_i)
 
 Row i sees all rows before its block and all k rows of its block, the later ones too: the relaxed causal
-mask. Keys and values are made of x_i alone, so they do not depend on where blocks begin, and a row
-keeps them when the next block begins elsewhere.
+mask. Keys and values are made of x_i alone. So they do not depend on where blocks begin, and a row keeps
+them when the next block begins elsewhere.
 
 Paper: Gao et al. 2024 (Falcon), arXiv:2412.12639. The LSTM runs along the text here; in the released code
 it runs along the batch, which makes it a layer without memory.

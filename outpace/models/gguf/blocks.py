@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 GRAIN = 1 << 15
-"""Elements to expand at a time: stays in cache, and below the size that torch spreads over
-threads, which on a busy machine costs more than the work."""
+"""Elements to expand at a time. So many stay in a cache, and torch does not spread them over threads,
+which on a busy machine costs more than the work."""
 
 
 def expand(packed: Tensor, kind: str) -> Tensor:

@@ -47,8 +47,8 @@ from outpace.models.memory import MemoryCheckpoint
 from outpace.types import Draft, Feed, Scored, VocabMap
 
 WAYS = ("gather", "resume", "single", "whole")
-"""How a model can be run, best first: trees over our own storage; chains that continue its own
-cache; the same, one token at a time; no cache at all."""
+"""How a model can be run, best first: trees over our own storage, chains or single tokens over its own
+cache, no cache."""
 
 _SLOW = {
     "single": "this model one token at a time",
