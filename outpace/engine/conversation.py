@@ -74,13 +74,14 @@ class Conversation:
     ) -> Iterator[Chunk]:
         """Open what the turn needs when its first piece is asked for, and run it."""
         engine = self.engine
-        if self._slot is None:
-            self._slot = engine.cache.open()
-        # The last prompt token is always fed anew: its pass yields the first token.
-        same = engine.cache.sync(self._slot, request.prompt[:-1])
-        if any(one.drafter.traits.taps for one in method.members.values()):
-            engine.cache.truncate(self._slot, same // PIECE * PIECE)  # heads know whole pieces of it
-        row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
+        with engine.lock:
+            if self._slot is None:
+                self._slot = engine.cache.open()
+            # The last prompt token is always fed anew: its pass yields the first token.
+            same = engine.cache.sync(self._slot, request.prompt[:-1])
+            if any(one.drafter.traits.taps for one in method.members.values()):
+                engine.cache.truncate(self._slot, same // PIECE * PIECE)  # heads know whole pieces of it
+            row = self._newest = engine.start_sequence(request, self._slot, method, verifier)
         for chunk in engine.chunks([row], method, keep_slots=True):
             if chunk.result is not None:
                 self.messages = [*messages, {"role": "assistant", "content": chunk.result.text}]
@@ -96,6 +97,7 @@ class Conversation:
 
     def close(self) -> None:
         """Give the cache slot back."""
-        if self._slot is not None:
-            self.engine.cache.close(self._slot)
-            self._slot = self._newest = None
+        with self.engine.lock:
+            if self._slot is not None:
+                self.engine.cache.close(self._slot)
+                self._slot = self._newest = None

@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import count, repeat
+from threading import RLock
 from typing import Any, Literal, overload
 
 import torch
@@ -43,9 +45,8 @@ from outpace.verifiers.base import Verifier
 
 
 class Engine:
-    """A target with its drafters. Answers are the target's own, whatever drafts.
-
-    Not thread-safe: one call at a time.
+    """A target with its drafters. Answers are the target's own, whatever drafts. Threads that call it take
+    turns, pass by pass.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Engine:
         """A language model that methods which pick among drafters may draft with."""
         self.allow_lossy = allow_lossy
         self.drafter = str(MethodSpec.parse(drafter))
+        self.lock = RLock()  # held while slots, drafters and policies are at work
         self.listeners: list[Callable[[StepRecord], None]] = []
         """Called after every step with its record."""
         self.costs = Costs()
@@ -214,9 +216,8 @@ class Engine:
         method = self.method(drafter)
         requests = list(self._requests(prompts, params, settings, chat, reference))
         done: dict[int, Result] = {}
-        with torch.inference_mode():  # once, and not for every step
-            for part in self._run(self._open(requests, method, reproducible), method):
-                done |= {row.index: row.result() for row in part if row.finished}
+        for part in self._run(self._open(requests, method, reproducible), method):
+            done |= {row.index: row.result() for row in part if row.finished}
         results = [done[index] for index in range(len(requests))]
         return results[0] if single and len(results) == 1 else results
 
@@ -310,13 +311,11 @@ class Engine:
         first: int | None = None,
     ) -> Iterator[GenerationRequest]:
         """Check prompts and settings; answers are counted from 0, or share the number ``first``."""
-        count = 0
+        numbers = count() if first is None else repeat(first)
         wanted, references = params_of(params, settings, len(prompts)), references_of(reference, len(prompts))
         for prompt, asked, own in zip(prompts, wanted, references, strict=True):
-            request = self.request(prompt, asked, chat=chat, reference=own)
-            for one in request.answers():
-                yield replace(one, index=count if first is None else first)
-                count += 1
+            for one in self.request(prompt, asked, chat=chat, reference=own).answers():
+                yield replace(one, index=next(numbers))
 
     def request(
         self, prompt: Prompt, params: SamplingParams, *, chat: bool = False, reference: Any = None
@@ -418,16 +417,23 @@ class Engine:
                 living.add(row)
                 yield row
 
-        try:
-            for part in run(machine, joining(), batch):
-                for row in part:
+        parts = run(machine, joining(), batch)
+
+        def advance() -> list[ActiveSequence] | None:
+            with self.lock:
+                part = next(parts, None)
+                for row in part or ():
                     if row.finished:
                         living.discard(row)
                         self.release(row, method, keep_slots)
-                yield part
+                return part
+
+        try:
+            yield from iter(advance, None)
         finally:
-            for row in living:
-                self.release(row, method, keep_slots)
+            with self.lock:
+                for row in living:
+                    self.release(row, method, keep_slots)
 
     def release(self, row: ActiveSequence, method: Method, keep_slot: bool = False) -> None:
         """Give back its slot and its drafters' states, all of them even if one raises."""
@@ -440,6 +446,5 @@ class Engine:
     @property
     def eos_ids(self) -> frozenset[int]:
         """Every token that ends a text: the tokenizer's and the generation config's."""
-        tokenizer, defaults = self.target.tokenizer, self.target.defaults
-        own = frozenset[int]() if tokenizer is None else tokenizer.eos_ids
-        return own if defaults is None else own | frozenset(defaults.eos_ids)
+        told = [one.eos_ids for one in (self.target.tokenizer, self.target.defaults) if one is not None]
+        return frozenset[int]().union(*told)

@@ -6,14 +6,11 @@
 The two alternate, so a long prompt delays the others by one chunk per step. The chunk grows with the
 tokens that a step brings, up to 4 times: otherwise drafts would starve the queue. Prefill has passes
 of its own, because results of small passes do not depend on their neighbours to the last bit.
-
-Sequences join and leave between passes.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from itertools import islice
 
 import torch
@@ -22,7 +19,6 @@ from outpace.engine.sequence import ActiveSequence
 from outpace.machine import Machine
 from outpace.step import prefill, step
 
-_UNCHANGED = nullcontext()
 _MOST_CHUNKS = 4
 """Chunks of one prefill pass: so many while nobody decodes, and at most so many otherwise."""
 
@@ -42,7 +38,6 @@ class Scheduler:
         self.active: list[ActiveSequence] = []
         """Sequences that are not finished, in the order in which they joined."""
         self._turn_to_read = True
-        self._mode = torch.inference_mode()
         self._emitted = 1.0
         """Tokens per sequence that the last step brought."""
 
@@ -117,7 +112,7 @@ class Scheduler:
 
     def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
         before = sum(row.new_tokens for row in rows)
-        with _UNCHANGED if torch.is_inference_mode_enabled() else self._mode:
+        with torch.inference_mode():
             step(self.machine, rows)
         self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
         return self._without_finished(rows)

@@ -1,3 +1,4 @@
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -254,6 +255,23 @@ def test_another_vocabulary_is_refused(monkeypatch, engine):
     other = TableTarget.random(seed=0, vocab_size=engine.target.vocab_size + 1)
     with pytest.raises(ModelError, match="same vocabulary"):
         draft_model.check_vocabulary(other, engine.target)
+
+
+def test_threads_take_turns(engine):
+    """Calls and conversations of many threads get what they get alone, and leave no slot behind."""
+    spec = "auto[drafters=suffix+prompt_lookup]"
+
+    def ask(number):
+        settings = {"max_new_tokens": 12, "temperature": 1.0, "seed": number}
+        if number % 3:
+            return engine.generate((1, 2, 3, number, 2, 3), drafter=spec, **settings).tokens
+        with Conversation(engine, SamplingParams(**settings), drafter=spec) as talk:
+            return [chunk.tokens for turn in ("a b", "c") for chunk in talk.send(turn)]
+
+    alone = [ask(number) for number in range(12)]
+    with ThreadPoolExecutor(6) as threads:
+        assert list(threads.map(ask, range(12))) == alone
+    assert engine.cache.slots == 0
 
 
 def test_a_turn_that_another_one_overtook_is_no_text(engine):
