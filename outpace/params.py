@@ -142,7 +142,7 @@ class SamplingParams:
             if not callable(rule):
                 raise RequestError(f"processors and stop_when must be functions, got {shown(rule)}")
         for name, ids in self._id_sets():
-            for token in ids:
+            for token in [one for one in ids if type(one) is not int or one < 0]:
                 _check(f"{name} (a token id)", token, "at least 0", lambda t: t >= 0, True)
         for token, bias in self.logit_bias.items():
             _check(f"logit_bias of token {token}", bias, "a number within +-3e38", lambda b: abs(b) <= 3e38)
@@ -188,7 +188,7 @@ class SamplingParams:
             elif defaults.do_sample and defaults.temperature is None:
                 fill["temperature"] = 1.0
         try:
-            return replace(self, **fill)
+            return replace(self, **fill) if fill else self  # checking many ids anew takes long
         except RequestError as error:
             raise RequestError(f"{error} (a default of the model; give another value)") from None
 
@@ -207,9 +207,8 @@ class SamplingParams:
     def check_vocab(self, vocab_size: int, eos_ids: frozenset[int]) -> None:
         """Raise RequestError if a setting names a token that does not exist, or if none is left."""
         for name, ids in self._id_sets():
-            for token in ids:
-                if token >= vocab_size:
-                    raise RequestError(f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}")
+            if (token := max(ids, default=0)) >= vocab_size:
+                raise RequestError(f"{name} holds token {token}, but ids go from 0 to {vocab_size - 1}")
         ends = self.end_ids(eos_ids) if self.min_tokens else frozenset[int]()
         banned = self.banned_tokens | ends
         if all(token in banned for token in self.allowed_tokens or range(vocab_size)):

@@ -8,6 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
+
 from outpace import registry
 from outpace.cli import show
 from outpace.cli.options import AS_JSON, AutoOptions, at_least, option, writes_file
@@ -121,6 +123,8 @@ def tune(
         written = [str(path) for path in (kept, *([] if out is None else [out]), *plots)]
         where = "what they had: the profile is not kept" if unkept else ", ".join(written)
         show.write(f"policies start from   {where}\n")
+    if unkept and out is None:
+        raise typer.Exit(1)
 
 
 def check_names(specs: list[str]) -> list[str]:

@@ -194,7 +194,7 @@ class Service:
             name = self.engine.target.name
             raise RequestError(f"{name} is an encoder-decoder: tokens of a prompt have no probabilities")
         params = request.params
-        if params != params.resolved(self.engine.target.defaults):
+        if params is not params.resolved(self.engine.target.defaults):
             raise RequestError("the request's params are not resolved; make it with request()")
         check(request.prompt, params, self.engine.target, self.engine.eos_ids)
         self.engine.verifier(self._methods[name], request.reproducible, params)

@@ -176,14 +176,14 @@ def test_bad_input_is_one_line(outpace, timed, arguments, says):
     assert says in ran.err.splitlines()[-1]
 
 
-def test_a_folder_that_cannot_be_written_is_a_note(outpace, timed, tmp_path):
+def test_a_profile_that_cannot_be_kept_is_said_and_fails(outpace, timed, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1")
-    assert ran.code == 0, ran.err
+    assert ran.code == 1, ran.err
     assert "cannot be written" in ran.err and "no plots beside" in ran.err
     assert ran.out.splitlines()[-1].endswith("the profile is not kept")
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--json")
-    assert ran.code == 0 and json.loads(ran.out)["profile"] is None
+    assert ran.code == 1 and json.loads(ran.out)["profile"] is None
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])
