@@ -28,7 +28,7 @@ help:
 	@echo "make demo        answer a prompt plainly and speculatively, and compare"
 	@echo "make test        run the tests"
 	@echo "make check-slow  run the longer checks, marked slow"
-	@echo "make lint        ruff, mypy, and the length of sentences in README and docs"
+	@echo "make lint        ruff, mypy, and the length of sentences"
 	@echo "make docs        write docs/methods.md anew from the registry"
 	@echo "make site        build the documentation as a site, into site/"
 	@echo "make clean       remove .venv, caches and build output"

@@ -2,7 +2,7 @@
 
 A checkpoint is a safetensors file of weights and the optimizer's moments, by parameter name. Its
 header has the counters, as JSON, with a digest of both. Going on from it gives the same bits as
-never having stopped.
+never having stopped, unless the schedule counts minutes.
 """
 
 from __future__ import annotations

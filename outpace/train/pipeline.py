@@ -113,8 +113,9 @@ class Pipeline:
 
         Raises:
             ModelError: the target cannot serve this method.
-            RequestError: neither prompts nor answers, or no chat template to ask prompts in. A training
-                that was stopped is there and ``resume`` is not given, or the reverse. In ``out`` is
+            RequestError: neither prompts nor answers, or no chat template to ask prompts in; ``mean_with``
+                without ``start``. A training that was stopped is there and ``resume`` is not given, or
+                the reverse. In ``out`` is
                 more than a drafter, or the work folder. A process of several has no GPU of its own.
         """
         self.engine, self.options, self.say = engine, options, say

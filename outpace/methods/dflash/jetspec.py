@@ -1,8 +1,8 @@
 """Jetspec: a block whose rows see those before them alone, and a tree of its likeliest paths.
 
-The tree takes the nodes whose paths have the largest sums of log-probabilities. Below the last row kept
-all nodes of a depth have the same children, since the input of every row is a mask. A causal block
-knows how far away it guesses, and nothing of a branch. At T > 0 every parent draws children of its own
+The tree takes the nodes whose paths have the largest sums of log-probabilities. All nodes of a
+depth have the same children, since no row reads a guess. A causal block knows how far away it guesses,
+and nothing of a branch. At T > 0 every parent draws children of its own
 from its row's law, which is recorded. A token is never taken for its score and judged as a draw.
 
 Paper: JetSpec, arXiv:2606.18394; the best-first order: DDTree, as its repository has it.

@@ -3,9 +3,9 @@
     prompt -> counts of its tokens in 1024 buckets, rare tokens weighing more -> nearest centroid
 
 Everything is topic 0 until texts come that are unlike it. A text counts as foreign if its likeness
-to its nearest topic is low for that topic. Foreign texts gather around a centroid of their own.
-When it has ``ENOUGH`` of them, it becomes a topic. So a stream that changes its subject opens a
-topic, and a single odd prompt does not.
+to its nearest topic is low for that topic. It also does if it is more like the foreign texts so far.
+Those gather around a centroid, which becomes a topic when it has ``ENOUGH`` of them. So a stream that
+changes its subject opens a topic, and a single odd prompt does not.
 
 The paper routes by language or by a classifier of subjects: Liu et al. 2023, arXiv:2310.07177,
 section 4. Counts of tokens tell both, need no model and cost microseconds.
