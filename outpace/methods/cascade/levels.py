@@ -5,9 +5,10 @@
 
 A `StagedDrafter` makes the draft of one reviewer: its stages take turns, each until the draft has so many
 tokens. A level that is a language model makes its part in whole steps (`outpace.step`). Its own staged
-drafter drafts, and it verifies. What it emits has exactly its distribution, or with ``lenience`` that
-of `lenient`. This is recorded as the q of the guess. The number of guesses is a matter of chance then, and that is right. A lossless rule emits tokens
-x such that x and their continuation by p have the distribution p. So of the places that exist,
+drafter drafts, and it verifies. What it emits has exactly its distribution, or that of `lenient` where
+``lenience`` says so, and this is recorded as the q of the guess. The number of guesses is a matter of chance
+then, and that is right. A lossless rule emits tokens x such that x and their continuation by p have the
+distribution p. So of the places that exist,
 
     P(x_1 x_2, two or more) = p(x_1) p(x_2 | x_1) - P(x_1, one only) p(x_2 | x_1)
                             = P(x_1, two or more) p(x_2 | x_1).
