@@ -124,7 +124,7 @@ def tune(
         where = "what they had: the profile is not kept" if unkept else ", ".join(written)
         show.write(f"policies start from   {where}\n")
     if unkept and out is None:
-        raise typer.Exit(1)
+        raise typer.Exit(2)
 
 
 def check_names(specs: list[str]) -> list[str]:

@@ -2,8 +2,7 @@
 
 #pragma once
 
-#include <stdint.h>
-#include <string.h>
+#include "attend.h"
 
 /* moves.py has the same list. */
 typedef struct {
@@ -30,8 +29,8 @@ void outpace_move(const Move *m) {
     const int64_t long_row = m->width * m->bytes, next = m->capacity * long_row;
     int64_t from[m->rows], to[m->rows];
     for (int64_t j = 0; j < m->rows; j++) {
-        from[j] = m->row[j] / m->tile * m->tile * m->width + m->row[j] % m->tile;
-        to[j] = (m->to + j) / m->tile * m->tile * m->width + (m->to + j) % m->tile;
+        from[j] = spot(m->row[j], m->tile, m->width);
+        to[j] = spot(m->to + j, m->tile, m->width);
     }
     for (int64_t layer = 0; layer < m->layers; layer++) {
         char *key = m->keys + layer * m->layer, *value = m->values + layer * m->layer;

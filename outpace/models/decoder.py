@@ -27,7 +27,7 @@ from outpace.models.base import EMBEDDINGS, HEAD, KV_READ, LAYERS, TAPS, TREE, V
 from outpace.models.blocks import Block, Ends, Form, capped, read_block, read_ends, read_head, release
 from outpace.models.embedding import Embedding
 from outpace.models.families import DecoderConfig
-from outpace.models.fused import fits
+from outpace.models.fused import fits, stored
 from outpace.models.graphs import CudaRecorder, Record, StaticPasses
 from outpace.models.layers import Layers
 from outpace.models.likeness import Likeness
@@ -181,10 +181,9 @@ class Decoder(Target):
         return self.device.type == "cpu" and self._shape.width not in (6, 10)
 
     def new_cache(self, capacity: int = 0) -> DenseCache:
-        shape, device = self._shape, self.device
-        tiled, own = fits(shape, self.dtype, device), (self.num_layers, shape.kv, shape.width)
-        dtype = self.dtype if tiled else torch.float32  # torch would convert all of them in every pass
-        return DenseCache(*own, device=device, capacity=capacity, dtype=dtype, tiled=tiled)
+        shape, place = self._shape, (self._shape, self.dtype, self.device)
+        own, dtype = (self.num_layers, shape.kv, shape.width), stored(*place)
+        return DenseCache(*own, device=self.device, capacity=capacity, dtype=dtype, tiled=fits(*place))
 
     def choice(self, rule: Rule) -> Choice:
         """Memory for what the views of one sequence show."""

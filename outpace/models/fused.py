@@ -61,10 +61,17 @@ def attention(
     return one(cache, spans, rows, shape, windows, dtype)
 
 
-def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
-    """Whether compiled code attends to these heads there. It reads keys and values in their own dtype:
-    in bfloat16 values lose nothing, keys what their rotation would have kept.
+def stored(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """What keys and values of a model are best kept in, so that reading them takes least.
+
+    Compiled code reads bfloat16: values lose nothing, keys what their rotation would have kept. For
+    products of torch they stay float32, or each pass would convert all of them.
     """
+    return dtype if fits(shape, dtype, device) else torch.float32
+
+
+def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
+    """Whether compiled code attends to these heads there."""
     return (
         device.type == "cpu"
         and dtype in DTYPES

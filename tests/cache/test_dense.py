@@ -6,6 +6,7 @@ import torch
 from outpace.cache.base import PAGE
 from outpace.cache.dense import DenseCache
 from outpace.kernels import compiled
+from tests.support import put_keys
 
 
 def filled(slots: int, rows: int, *, capacity: int = 0) -> DenseCache:
@@ -105,10 +106,8 @@ def test_keys_in_tiles_are_those_in_one(dtype):
                 node = parents[node]
             for one in pair:
                 rows = one.append(at, range(count), parents)
-                for i, row in enumerate(rows):
-                    tile = (slice(None), row) if one is pair[0] else (row // PAGE, slice(None), row % PAGE)
-                    one.key_store[(slice(None), at, slice(None), *tile)] = keys[:, i]
-                    one.value_store[:, at, :, row] = values[:, i]
+                put_keys(one, slice(None), at, rows, keys.permute(0, 2, 3, 1))
+                one.value_store[:, at, :, rows.start : rows.stop] = values.transpose(1, 2)
                 one.keep(at, path)
         for slot in pair[0]._slots:
             rows = pair[0].length(slot)

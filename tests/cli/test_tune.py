@@ -179,11 +179,11 @@ def test_bad_input_is_one_line(outpace, timed, arguments, says):
 def test_a_profile_that_cannot_be_kept_is_said_and_fails(outpace, timed, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1")
-    assert ran.code == 1, ran.err
+    assert ran.code == 2, ran.err
     assert "cannot be written" in ran.err and "no plots beside" in ran.err
     assert ran.out.splitlines()[-1].endswith("the profile is not kept")
     ran = outpace(*FEW, "--drafters", "suffix", "--limit", "1", "--json")
-    assert ran.code == 1 and json.loads(ran.out)["profile"] is None
+    assert ran.code == 2 and json.loads(ran.out)["profile"] is None
 
 
 @pytest.mark.parametrize("form", [(), ("--json",)])

@@ -10,7 +10,7 @@ from outpace.cache.dense import DenseCache
 from outpace.kernels import compiled
 from outpace.models import fused
 from outpace.models.attention import Attention, HeadShape, Span
-from outpace.models.fused import FusedAttention, attention, fits
+from outpace.models.fused import FusedAttention, attention, fits, stored
 
 needs_code = pytest.mark.skipif(compiled.library() is None, reason="C cannot be compiled for this machine")
 BASES = (0, 1, 5, 63, 64, 100, 126, 127, 128, 200, 255, 300)
@@ -196,5 +196,8 @@ def test_what_it_does_not_know_is_left_to_products(monkeypatch):
     assert not fits(heads(1, 33, 16), torch.float32, cpu)
     assert not fits(heads(1, 1, 24), torch.float32, cpu)
     assert not fits(usual, torch.float32, torch.device("meta"))
+    assert stored(usual, torch.bfloat16, cpu) is torch.bfloat16
+    assert stored(usual, torch.float32, cpu) is torch.float32
     monkeypatch.setattr(fused, "library", lambda *name: None)
     assert kind() is Attention
+    assert stored(usual, torch.bfloat16, cpu) is torch.float32, "what products multiply"

@@ -15,6 +15,7 @@ from outpace.models.tiny import tiny
 from outpace.models.views import MEAN, Choice, Rule
 from outpace.types import Feed
 from tests.models.test_fused import cache_of, fill, heads, span
+from tests.support import put_keys
 
 needs_code = pytest.mark.skipif(compiled.library() is None, reason="C cannot be compiled for this machine")
 RULES = (
@@ -106,14 +107,16 @@ def test_what_a_view_leaves_out_is_not_seen_and_what_it_shows_is(target, rule):
     choice = target.choice(rule)
     first = logits(target, cache, slot, choice.view(300))
     seen = {int(i) for i in choice.row_LKN.flatten()} | set(range(rule.start(300), 300))
-    kept = cache.value_store.clone()
+    kept = [store.clone() for store in (cache.key_store, cache.value_store)]
     again = choice.view(300)
     assert again.choice is None, "chosen already"
     for harmed, same in ((sorted(set(range(300)) - seen), True), ([0], False)):
+        put_keys(cache, slice(None), slot, harmed, 7.0)
         cache.value_store[:, slot, :, harmed] = 7.0
         kept_apart = rule.copies and fused.library() is not None
         assert torch.equal(first, logits(target, cache, slot, again)) == (same or kept_apart), harmed
-        cache.value_store.copy_(kept)
+        cache.key_store.copy_(kept[0])
+        cache.value_store.copy_(kept[1])
 
 
 def test_a_view_that_shows_all_gives_what_no_view_gives(target):
@@ -145,6 +148,7 @@ def test_copies_are_made_anew_with_the_choice(target):
     assert torch.equal(
         logits(target, cache, slot, lying.view(300)), logits(target, cache, slot, kept.view(300))
     )
+    put_keys(cache, slice(None), slot, range(200), cache.first_keys(slice(None), slot, 200).flip(3))
     cache.value_store[:, slot, :, :200] = cache.value_store[:, slot, :, :200].flip(2)
     stale = logits(target, cache, slot, kept.view(300))
     assert torch.equal(stale, logits(target, cache, slot, lying.view(300))) == (fused.library() is None)

@@ -25,7 +25,7 @@ from outpace.models.blocks import head_name
 from outpace.models.decoder import Decoder
 from outpace.models.families import DecoderConfig
 from outpace.models.fields import brief, read_json
-from outpace.models.fused import fits
+from outpace.models.fused import stored as cache_dtype
 from outpace.models.load import fast_dtype
 from outpace.models.measured import dtype_name
 from outpace.models.places import Place
@@ -232,9 +232,7 @@ def _plan(
     compiled = kind == CPU and works()
     shape = config.head_shape
     if cache == "auto":
-        cache = dtype_name(
-            dtype if kind == METAL or fits(shape, dtype, torch.device(kind)) else torch.float32
-        )
+        cache = dtype_name(dtype if kind == METAL else cache_dtype(shape, dtype, torch.device(kind)))
     holder = _Holder(config, places, form, dtype, kind, compiled)
     embedding = "model.embed_tokens.weight"
     by_rows = form == "stored" and embedding in places and places[embedding].kind in CODED

@@ -14,6 +14,7 @@ from outpace.tree.shapes import parse_shape
 from outpace.types import Budget, Drawn
 from tests.conformance.test_drafters import PROMPTS, proposal_rows
 from tests.conformance.test_growth import told
+from tests.support import put_keys
 
 TREE = Budget(20, 4, shape=parse_shape("2x2x2x1"))
 TEXTS = [PROMPTS[0], PROMPTS[3]]
@@ -83,11 +84,16 @@ def test_it_reads_what_is_committed_in_the_slot_lent(engine, folder):
             return told(drafter, rows)[1]
 
     before, lease = said(), rows[0].lease
-    store, last = lease.cache.value_store, lease.cache.length(lease.slot)
-    store[0, lease.slot] += 1.0
-    store[drafter.reads, lease.slot, :, last:] += 1.0
+    cache, slot, last = lease.cache, lease.slot, lease.cache.length(lease.slot)
+
+    def lift(layer, rows):
+        keys = cache.first_keys(slice(layer, layer + 1), slot, rows.stop)[..., rows.start :]
+        put_keys(cache, slice(layer, layer + 1), slot, rows, keys + 1.0)
+
+    lift(0, range(cache.rows))
+    lift(drafter.reads, range(last, cache.rows))
     assert all(torch.equal(before[path], one) for path, one in said().items())
-    store[drafter.reads, lease.slot, :, 1] += 1.0
+    lift(drafter.reads, range(1, 2))
     after = said()
     assert not torch.equal(before[0, ()], after[0, ()]) and torch.equal(before[1, ()], after[1, ()])
 
