@@ -2,6 +2,7 @@
 
 import ctypes
 import multiprocessing
+import os
 import threading
 from statistics import median
 
@@ -38,7 +39,7 @@ static void work(const void *context, const void *self, int64_t piece) {
 
 int64_t outpace_try(const int64_t *pieces, int64_t tasks, int64_t *done, int64_t *order, int64_t sleep,
             int64_t threads) {
-    Task task[64];
+    Task task[4096];
     Seen seen = {done, order, sleep, (int64_t)&me};
     int64_t first = 0;
     for (int64_t i = 0; i < tasks; first += pieces[i++])
@@ -134,14 +135,15 @@ def test_who_was_late_takes_part_in_what_is_left_of_a_long_list(team):
     assert in_a_thread(lambda: until(again) or True)
 
 
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one core runs no two threads at once")
 def test_a_team_learns_whether_its_threads_share_a_cache(team):
     """Two pieces of 5 us a task, so that whoever ends first hears of the next one. The first list of a thread
-    is listened to.
+    is listened to. It takes 20 ms, so that a busy system lets both threads run at once for a part of it.
     """
     team.apart.value = -1
 
     def heard():
-        team([2] * 60, 2)
+        team([2] * 4000, 2)
         return team.apart.value in (0, 1)
 
     until(lambda: in_a_thread(heard))
