@@ -112,6 +112,22 @@ INLINE vec load_float16(const uint16_t *from) {
 #endif
 }
 
+/* Whether the first cache is no place for lines on their way from memory. On Intel's processors few can be; passes
+   over one row took 2.7 times as long (bfloat16; three times as stored). On AMD's up to 0.13 of it is gained. */
+static int small_first;
+#if defined(__x86_64__)
+static __attribute__((constructor)) void know_processor(void) {
+    __builtin_cpu_init();
+    small_first = __builtin_cpu_is("intel");
+}
+#endif
+
+/* Ask memory for a line that is read once, for the first cache if `near`. */
+INLINE void fetch(const char *line, const int near) {
+    if (near && !small_first) __builtin_prefetch(line, 0, 0);
+    else __builtin_prefetch(line, 0, 2);
+}
+
 /* Where sums of pairs of bfloat16 are one instruction, rows are bfloat16 too. */
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 enum { HALVES = 1 };
@@ -546,7 +562,7 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
         const char *head = head_of(kind, panel, b);
         const char *x = w.parcel + (b * w.rows + row) * size;
         for (int line = 0; line < block_bytes(kind); line += 64)
-            __builtin_prefetch(block + FETCHED + line, 0, 0);
+            fetch(block + FETCHED + line, 1);
         ivec q[12];
         read_codes(kind, block, q);
         EACH(half, halves) {
@@ -683,8 +699,8 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
         const float *one = (const float *)x + line * (kind == F32 ? 1 : 2);
         const bf16 *half = (const bf16 *)x + line * 2;
         EACH(n, 2) {
-            if (tall <= FEW_NUMBERS) __builtin_prefetch(from + FETCHED + n * 64, 0, 0);
-            else __builtin_prefetch(from + FETCHED_FAR + n * 64, 0, 2);
+            if (tall <= FEW_NUMBERS) fetch(from + FETCHED + n * 64, 1);
+            else fetch(from + FETCHED_FAR + n * 64, 0);
         }
         EACH(i, BY_ROW ? tall : 2 * VECS) EACH(j, BY_ROW ? 2 * VECS : tall) {
             const int r = BY_ROW ? i : j, v = BY_ROW ? j : i;
