@@ -24,7 +24,7 @@ COMPILERS = ("cc", "gcc", "clang")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c", "-mbmi", "-mbmi2")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl")
 VARIANTS: Mapping[str, tuple[str, ...]] = {
-    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-int8"),
+    "amx": (*_AVX512, "-mavx512vnni", "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     "avx512-bf16": (*_AVX512, "-mavx512vnni", "-mavx512bf16"),
     "avx512-vnni": (*_AVX512, "-mavx512vnni"),
     "avx512": _AVX512,
@@ -36,7 +36,7 @@ _CALLED = {
     "avx512vnni": "avx512_vnni",
     "avx512bf16": "avx512_bf16",
     "amx-tile": "amx_tile",
-    "amx-int8": "amx_int8",
+    "amx-bf16": "amx_bf16",
 }
 """What Linux calls an instruction set, where compilers call it otherwise."""
 SECONDS = 120.0

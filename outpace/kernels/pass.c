@@ -335,4 +335,4 @@ void outpace_gate(const void *from, void *out, int64_t rows, int64_t width, int6
 }
 
 /* Rows for which quantized weights are widened once. */
-int64_t outpace_tile(void) { return !BYTEWISE ? MANY : has_tiles() ? TILE_ROWS : TALL_BYTES; }
+int64_t outpace_tile(void) { return BYTEWISE ? TALL_BYTES : MANY; }

@@ -11,7 +11,8 @@
    least value enter once per block, in float32: d * dx * sum(q x) + m * sum(x).
 
    Numbers. Weights in bfloat16 and float32 are multiplied in float32; where the processor has an
-   instruction for pairs of bfloat16, rows are rounded to it.
+   instruction for pairs of bfloat16, rows are rounded to it; where it has matrix units, these multiply
+   such pairs for all numbers of rows.
 
    Layout. GROUP outputs lie together, block by block, and in a block pair of inputs by pair of
    inputs; of numbers TWO_GROUPS do. Of 64 bytes, each 4 belong to one output: the even input of
@@ -586,51 +587,17 @@ INLINE void byte_rows(const int kind, const int tall, const char *panel, int64_t
     EACH(r, tall) store(out + r * GROUP, sum[r]);
 }
 
-/* Rows enough for tiles; sums are those of `byte_rows`, to the bit. */
-INLINE void tile_rows(const int kind, int tall, const char *panel, int64_t blocks, Whole w,
-                      int64_t row, float *out) {
-    const int paired = is_paired(kind), halves = kind == Q6_K ? 2 : 1;
-    const int bytes = paired ? whole_bytes(kind) : SPAN / halves, size = parcel_bytes(kind);
-    ivec codes[12] __attribute__((aligned(64)));
-    int32_t upper[TILE_ROWS][LANES], lower[TILE_ROWS][LANES];
-    memset(out, 0, tall * GROUP * sizeof *out);
-    cut_tiles(tall, bytes);
-    for (int64_t b = 0; b < blocks; b++) {
-        const char *block = panel + block_at(kind, b);
-        const char *head = head_of(kind, panel, b);
-        const char *parcel = w.parcel + (b * w.rows + row) * size;
-        read_codes(kind, block, codes);
-        EACH(half, halves) {
-            const char *x = parcel + half * bytes;
-            tile_sums(x, paired ? NULL : x + SPAN, size, (const char *)(codes + half * bytes / 4), *upper, *lower);
-            const vec d = scale_of(kind, block, head, 0, half);
-            const vec least = least_of_bytes(kind, block, head, d);
-            for (int r = 0; r < tall; r++) {
-                const Meaning *says = meaning(kind, parcel + r * size);
-                ivec part = *(const ivec *)upper[r];
-                if (!paired) part = (part << 8) + *(const ivec *)lower[r];
-                const vec sum = load(out + r * GROUP);
-                const float x_sum = halves == 2 ? says->half[half] : says->sum;
-                store(out + r * GROUP, with_block(sum, part, d, least, says, x_sum));
-            }
-        }
-    }
-    tile_end();
-}
-
 INLINE void byte_piece(const int kind, const Matrix *m, const Whole w, Result y, int64_t first,
                        int64_t last) {
 #define BYTE_ROWS(tall)                                                                           \
     case tall: byte_rows(kind, tall, panel, blocks, w, row, sums); break;
     const int64_t blocks = blocks_of(m), bytes = group_bytes(kind, m->inputs);
-    float sums[TILE_ROWS * GROUP] __attribute__((aligned(64)));
-    const int64_t most = has_tiles() ? TILE_ROWS : TALL_BYTES;
+    float sums[TALL_BYTES * GROUP] __attribute__((aligned(64)));
     for (int64_t g = first; g < last; g++) {
         const char *panel = (const char *)m->weights + g * bytes;
         for (int64_t row = 0, tall; row < w.rows; row += tall) {
-            tall = w.rows - row < most ? w.rows - row : most;
-            if (most == TILE_ROWS && tall >= TALL_BYTES) tile_rows(kind, (int)tall, panel, blocks, w, row, sums);
-            else switch (tall) {
+            tall = w.rows - row < TALL_BYTES ? w.rows - row : TALL_BYTES;
+            switch (tall) {
                 BYTE_ROWS(1) BYTE_ROWS(2) BYTE_ROWS(3) BYTE_ROWS(4)
                 BYTE_ROWS(5) BYTE_ROWS(6) BYTE_ROWS(7) BYTE_ROWS(8)
             }
@@ -714,8 +681,32 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
     EACH(r, tall) EACH(v, 2 * VECS) store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
 }
 
+/* The same by matrix units, for any number of rows. */
+INLINE int in_tiles(const Matrix *m) {
+    return HALVES && m->kind == BF16 && m->inputs % TILE_INPUTS == 0 && has_tiles();
+}
+INLINE void tile_piece(const Matrix *m, const void *operands, int64_t rows, Result y, int64_t first, int64_t last) {
+    const int64_t bytes = group_bytes(BF16, m->inputs), row_bytes = m->inputs * (int64_t)sizeof(bf16);
+    float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));
+    int64_t cut = 0;
+    for (int64_t g = first; g < last; g++)
+        for (int64_t row = 0, tall; row < rows; row += tall) {
+            tall = rows - row < TILED ? rows - row : TILED;
+            if (tall != cut) cut_tiles((int)(cut = tall));
+            tile_sums((const char *)operands + row * row_bytes, row_bytes, (int)tall,
+                      (const char *)m->weights + g * bytes, m->inputs, row == 0, sums);
+            put(m, 2 * g, sums, tall, y, row);
+            if ((2 * g + 1) * GROUP < m->outputs) put(m, 2 * g + 1, sums + tall * GROUP, tall, y, row);
+        }
+    tile_end();
+}
+
 INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                          Result y, int64_t first, int64_t last) {
+    if (kind == BF16 && in_tiles(m)) {
+        tile_piece(m, operands, rows, y, first, last);
+        return;
+    }
     const int64_t bytes = group_bytes(kind, m->inputs);
     const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
     float sums[TALL_NUMBERS * TWO_GROUPS] __attribute__((aligned(64)));

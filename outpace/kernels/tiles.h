@@ -1,11 +1,13 @@
-/* Sums of products of bytes by the matrix units of a processor (AMX): 16 rows and 16 outputs at once.
+/* Sums of products of bfloat16 by the matrix units of a processor (AMX): 16 rows and 16 outputs at once.
 
-   A tile has up to 16 lines of 64 bytes. Sums of rows and outputs are integers, so they are those of
-   any other instructions; only how long they take differs. Linux lends the units to a process that
-   asks for them. Before the first use, a known product is computed with them: where its sums are
-   wrong, they are not used.
+   A tile has up to 16 lines of 64 bytes: of rows, 32 numbers each; of weights, pairs of inputs of 16 outputs; of sums,
+   16 outputs of a row. Of every 32 inputs, even ones and odd ones are summed apart, in float32; both are
+   then added to the sum. So a row's sums do not depend on how many rows there are.
 
-   A test may give the five operations in C, as `TILES`. */
+   Linux lends the units to a process that asks for them. Before the first use, a known product is computed with
+   them: where its sums are wrong, they are not used.
+
+   A test may give the operations in C, as `TILES`. */
 
 #pragma once
 
@@ -13,7 +15,7 @@
 #include <stdint.h>
 #include <string.h>
 
-enum { TILE_ROWS = 16, TILE_LINE = 64 };
+enum { TILE_ROWS = 16, TILE_LINE = 64, TILE_INPUTS = 32, TILE_BYTES = TILE_ROWS * TILE_LINE };
 
 /* How tiles are cut: bytes of a line, and lines, of each. */
 typedef struct {
@@ -22,7 +24,7 @@ typedef struct {
     uint8_t lines[16];
 } TileShape;
 
-#if defined(__AMX_TILE__) && defined(__AMX_INT8__) && !defined(TILES)
+#if defined(__AMX_TILE__) && defined(__AMX_BF16__) && !defined(TILES)
 #include <sys/syscall.h>
 extern long syscall(long, ...);
 #define TILES 1
@@ -34,71 +36,101 @@ extern long syscall(long, ...);
     TILE_ASM("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"((int64_t)(stride)), "i"(tile))
 #define tile_store(tile, to, stride)                                                              \
     TILE_ASM("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"((int64_t)(stride)), "i"(tile))
-#define tile_zero(tile) TILE_ASM("tilezero %%tmm%c0" ::"i"(tile))
-/* sums += rows of signed bytes times columns of unsigned ones */
+/* sums += rows times columns */
 #define tile_add(sums, rows, columns)                                                             \
-    TILE_ASM("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(columns))
+    TILE_ASM("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(sums), "i"(rows), "i"(columns))
 static int tiles_lent(void) { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 #elif !defined(TILES)
 #define TILES 0
 #define tile_shape(shape) (void)(shape)
 #define tile_end() (void)0
 #define tile_load(tile, from, stride) (void)(from)
-#define tile_zero(tile) (void)0
 #define tile_add(sums, rows, columns) (void)0
 #define tile_store(tile, to, stride) (void)(to)
 static inline int tiles_lent(void) { return 0; }
 #endif
 
-enum { T_UPPER, T_LOWER, T_X_UPPER, T_X_LOWER, T_CODES }; /* numbers of tiles */
+/* Numbers of tiles: sums of two groups of outputs, for upper and for lower rows; rows; weights of both groups. */
+enum { T_UPPER, T_LOWER = 2, T_ROWS = 4, T_MORE_ROWS, T_WEIGHTS };
+enum { TILED = 2 * TILE_ROWS }; /* rows at a time */
 
-/* Cut tiles for `rows` rows and `inputs` inputs. */
-static inline void cut_tiles(int rows, int inputs) {
+/* Cut tiles for `rows` rows. */
+static inline void cut_tiles(int rows) {
     TileShape shape = {.palette = 1};
-    for (int sums = T_UPPER; sums <= T_LOWER; sums++)
-        shape.lines[sums] = (uint8_t)rows, shape.bytes[sums] = TILE_LINE;
-    for (int x = T_X_UPPER; x <= T_X_LOWER; x++)
-        shape.lines[x] = (uint8_t)rows, shape.bytes[x] = (uint16_t)inputs;
-    shape.lines[T_CODES] = (uint8_t)(inputs / 4), shape.bytes[T_CODES] = TILE_LINE;
+    const int upper = rows < TILE_ROWS ? rows : TILE_ROWS, lower = rows - upper;
+    const int lines[] = {upper, upper, lower, lower, upper, lower, TILE_ROWS, TILE_ROWS};
+    for (int i = 0; i < 8; i++) {
+        shape.lines[i] = (uint8_t)lines[i];
+        shape.bytes[i] = lines[i] ? TILE_LINE : 0;
+    }
     tile_shape(&shape);
 }
 
-/* Sums of upper and of lower bytes, [rows, 16] each; of upper ones alone where there are no others.
-   `stride`: bytes from one row of x to the next. */
-static inline void tile_sums(const char *upper_x, const char *lower_x, int64_t stride,
-                             const char *codes, int32_t *upper, int32_t *lower) {
-    tile_load(T_CODES, codes, TILE_LINE);
-    tile_load(T_X_UPPER, upper_x, stride);
-    tile_zero(T_UPPER);
-    tile_add(T_UPPER, T_X_UPPER, T_CODES);
-    tile_store(T_UPPER, upper, TILE_LINE);
-    if (!lower_x) return;
-    tile_load(T_X_LOWER, lower_x, stride);
-    tile_zero(T_LOWER);
-    tile_add(T_LOWER, T_X_LOWER, T_CODES);
-    tile_store(T_LOWER, lower, TILE_LINE);
+/* Begin with zeros. The processor has an instruction for it, behind which the next product waits 40 cycles. */
+static const char tile_zeros[TILE_BYTES] __attribute__((aligned(64)));
+#define tile_zero(tile) tile_load(tile, tile_zeros, TILE_LINE)
+
+/* Ask memory for what comes so many bytes later, into the second cache. */
+enum { TILES_FETCHED = 1 << 14 };
+static inline void fetch_tiles(const char *from) {
+    for (int i = 0; i < 2 * TILE_BYTES; i += TILE_LINE) __builtin_prefetch(from + TILES_FETCHED + i, 0, 2);
 }
 
-/* Whether a product of the largest and other bytes is right. */
+/* Sums of up to TILED rows and two groups of outputs, [2, rows, 16]. x: rows of `stride` bytes; weights as `products.h`
+   lays them out, which are asked for ahead if `first` reads them. */
+static inline void tile_sums(const char *x, int64_t stride, int rows, const char *weights, int64_t inputs, int first,
+                             float *out) {
+    const int both = rows > TILE_ROWS;
+    const char *more = x + TILE_ROWS * stride;
+    float *second = out + rows * TILE_ROWS;
+    tile_zero(T_UPPER);
+    tile_zero(T_UPPER + 1);
+    if (both) tile_zero(T_LOWER);
+    if (both) tile_zero(T_LOWER + 1);
+    for (int64_t at = 0; at < inputs / TILE_INPUTS; at++, weights += 2 * TILE_BYTES) {
+        if (first) fetch_tiles(weights);
+        tile_load(T_WEIGHTS, weights, 2 * TILE_LINE);
+        tile_load(T_ROWS, x + at * TILE_LINE, stride);
+        tile_add(T_UPPER, T_ROWS, T_WEIGHTS);
+        tile_load(T_WEIGHTS + 1, weights + TILE_LINE, 2 * TILE_LINE);
+        tile_add(T_UPPER + 1, T_ROWS, T_WEIGHTS + 1);
+        if (!both) continue;
+        tile_load(T_MORE_ROWS, more + at * TILE_LINE, stride);
+        tile_add(T_LOWER, T_MORE_ROWS, T_WEIGHTS);
+        tile_add(T_LOWER + 1, T_MORE_ROWS, T_WEIGHTS + 1);
+    }
+    tile_store(T_UPPER, out, TILE_LINE);
+    tile_store(T_UPPER + 1, second, TILE_LINE);
+    if (!both) return;
+    tile_store(T_LOWER, out + TILE_ROWS * TILE_ROWS, TILE_LINE);
+    tile_store(T_LOWER + 1, second + TILE_ROWS * TILE_ROWS, TILE_LINE);
+}
+
+/* Whether a product of small whole numbers, whose sums are exact, is right. */
 static int tiles_right(void) {
-    enum { ROWS = 11, INPUTS = 16 };
-    int8_t x[ROWS][2 * INPUTS];
-    uint8_t codes[INPUTS / 4][TILE_LINE];
-    int32_t sums[2][TILE_ROWS][TILE_ROWS];
-    for (int i = 0; i < ROWS * 2 * INPUTS; i++) ((int8_t *)x)[i] = (int8_t)(i * 37 + i / 7);
-    for (int i = 0; i < INPUTS * TILE_ROWS; i++) ((uint8_t *)codes)[i] = (uint8_t)(255 - i * 53 - i / 5);
-    cut_tiles(ROWS, INPUTS);
-    tile_sums((const char *)x, (const char *)x + INPUTS, sizeof *x, (const char *)codes, sums[0][0], sums[1][0]);
+    enum { ROWS = 19, INPUTS = 2 * TILE_INPUTS, OUTPUTS = 2 * TILE_ROWS };
+    static const uint16_t numbers[] = {0x3f80, 0xc000, 0x4040, 0xbf80, 0x0000, 0x4080, 0xc0a0}; /* 1 -2 3 -1 0 4 -5 */
+    static const int whole[] = {1, -2, 3, -1, 0, 4, -5};
+    uint16_t x[ROWS][INPUTS], weights[INPUTS / 2][OUTPUTS][2];
+    float sums[2][ROWS][TILE_ROWS];
+#define X_AT(row, i) (((row) * 5 + (i) * 3 + (i) / 7) % 7)
+#define W_AT(i, output) (((i) * 2 + (output) * 3 + (i) / 5) % 7)
+    for (int row = 0; row < ROWS; row++)
+        for (int i = 0; i < INPUTS; i++) x[row][i] = numbers[X_AT(row, i)];
+    for (int i = 0; i < INPUTS; i++)
+        for (int output = 0; output < OUTPUTS; output++) weights[i / 2][output][i % 2] = numbers[W_AT(i, output)];
+    cut_tiles(ROWS);
+    tile_sums((const char *)x, sizeof *x, ROWS, (const char *)weights, INPUTS, 0, **sums);
     tile_end();
-    for (int part = 0; part < 2; part++)
-        for (int row = 0; row < ROWS; row++)
-            for (int output = 0; output < TILE_ROWS; output++) {
-                int32_t want = 0;
-                for (int i = 0; i < INPUTS; i++)
-                    want += x[row][part * INPUTS + i] * codes[i / 4][output * 4 + i % 4];
-                if (sums[part][row][output] != want) return 0;
-            }
+    for (int row = 0; row < ROWS; row++)
+        for (int output = 0; output < OUTPUTS; output++) {
+            int want = 0;
+            for (int i = 0; i < INPUTS; i++) want += whole[X_AT(row, i)] * whole[W_AT(i, output)];
+            if (sums[output / TILE_ROWS][row][output % TILE_ROWS] != (float)want) return 0;
+        }
     return 1;
+#undef X_AT
+#undef W_AT
 }
 
 /* Whether this process has tiles, and they compute what they should. */

@@ -186,7 +186,7 @@ def test_the_fastest_file_that_the_processor_runs_is_chosen(calls, tmp_path, mon
         (avx512 | {"avx512_bf16"}, "avx512"),
         (avx512 | {"avx512_vnni", "avx512_bf16"}, "avx512-bf16"),
         (avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile"}, "avx512-bf16"),
-        (avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_int8"}, "amx"),
+        (avx512 | {"avx512_vnni", "avx512_bf16", "amx_tile", "amx_bf16"}, "amx"),
     ]:
         monkeypatch.setattr(build, "features", lambda known=known: frozenset(known))
         one = build.chosen()

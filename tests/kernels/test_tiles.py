@@ -1,6 +1,7 @@
-"""Products by matrix units have the bits of those without; units that err are not used.
+"""Products by matrix units do not depend on the rows beside a row; units that err are not used.
 
-The operations of the units are done in C here (tiles_in_c.h), so that any processor with VNNI runs the test.
+The operations of the units are done in C here (tiles_in_c.h), so that any processor with instructions for
+bfloat16 runs the test.
 """
 
 import ctypes
@@ -12,18 +13,20 @@ import torch
 
 from outpace.kernels import build, compiled
 from outpace.models import products
-from outpace.models.products import CODED
-from tests.models.test_products import made, rows
+from outpace.models.products import Product, store_numbers
+from tests.models.test_products import rows
 
-ENOUGH = {"avx512_vnni", "avx512bw"} <= build.features() and compiled.library() is not None
-pytestmark = pytest.mark.skipif(not ENOUGH, reason="needs VNNI and a compiler")
+ENOUGH = {"avx512_vnni", "avx512_bf16", "avx512bw"} <= build.features() and compiled.library() is not None
+pytestmark = pytest.mark.skipif(not ENOUGH, reason="needs bfloat16 and a compiler")
 IN_C = Path(__file__).parent / "tiles_in_c.h"
+KNOWN = 8
+"""Operations of the known product."""
 
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     path = tmp_path_factory.mktemp("tiles") / "right.so"
-    build.compile_to(path, [*build.VARIANTS["avx512-vnni"], "-O2", "-include", str(IN_C)])
+    build.compile_to(path, [*build.VARIANTS["avx512-bf16"], "-O2", "-include", str(IN_C)])
     return path
 
 
@@ -36,24 +39,43 @@ def units(request, file):
     return code, right
 
 
-@pytest.mark.parametrize("kind", sorted(CODED))
-def test_products_by_units_have_the_same_bits(kind, units, monkeypatch):
+def halves(outputs, inputs):
+    weights = torch.randn(outputs, inputs, generator=torch.Generator().manual_seed(3)).bfloat16()
+    bias = torch.linspace(-1, 1, outputs)
+    return Product([store_numbers(weights)], bias), weights.double(), bias.double()
+
+
+@pytest.mark.parametrize("outputs", [72, 32, 16])
+def test_rows_have_the_same_bits_beside_any_others(outputs, units, monkeypatch):
     code, right = units
-    product, _ = made(kind, 72, 512, torch.randn(72))
-    x = rows(70, 512)
-    x[3] *= 1e4
+    product, weights, bias = halves(outputs, 576)
+    x = rows(70, 576).bfloat16().float()
+    x[3] *= 2**13
     x[5, 40] = float("nan")
-    counts = (7, 8, 9, 15, 16, 17, 24, 33, 70)
-    want = [product(x[:count]) for count in counts]
+    plain = product(x)
     monkeypatch.setattr(products, "library", lambda: code)
     before = code.outpace_tile_adds()
-    for count, plain in zip(counts, want, strict=True):
+    alone = torch.cat([product(x[row : row + 1]) for row in range(70)])
+    for count in (1, 2, 8, 15, 16, 17, 31, 32, 33, 50, 70):
         got, finite = product(x[:count]), torch.arange(count) != 5
-        assert torch.equal(got[finite], plain[finite]), count
+        assert torch.equal(got[finite], alone[:count][finite]), count
         assert not got[~finite].isfinite().any()
-    assert (code.outpace_tile_adds() > before + 2) == right
-    assert products.tile_rows() == (16 if right else 8)
+    finite = torch.arange(70) != 5
+    want = x[finite].double() @ weights.T + bias
+    assert (alone[finite].double() - want).norm() < 1e-6 * want.norm()
+    assert (code.outpace_tile_adds() > before + KNOWN) == right
+    if right and build.needed("amx") <= build.features():
+        assert torch.equal(alone[finite], plain[finite]), "the processor adds in the same order"
+
+
+def test_inputs_that_fill_no_tile_are_multiplied_without(units, monkeypatch):
+    code, _ = units
+    product, *_ = halves(40, 72)
+    x = rows(9, 72)
+    want, before = product(x), code.outpace_tile_adds()
+    monkeypatch.setattr(products, "library", lambda: code)
+    assert torch.equal(product(x), want) and code.outpace_tile_adds() <= before + KNOWN
 
 
 def test_a_variant_with_units_is_for_processors_that_have_them():
-    assert {"amx_tile", "amx_int8", "avx512_vnni"} <= build.needed(next(iter(build.VARIANTS)))
+    assert {"amx_tile", "amx_bf16", "avx512_bf16"} <= build.needed(next(iter(build.VARIANTS)))

@@ -1,12 +1,13 @@
-/* The five operations of tiles.h in C, as the manual of the processor describes them (TDPBSUD). */
+/* The operations of tiles.h in C, as the manual of the processor describes them (TDPBF16PS). */
 #define _GNU_SOURCE
 
+#include <math.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
 
 #define TILES 1
-int outpace_wrong; /* added to every sum: a unit that does not compute what it should */
+int outpace_wrong; /* added to every sum: units that do not compute what they should */
 
 typedef struct {
     uint8_t palette, start, none[14];
@@ -32,21 +33,28 @@ static inline void tile_store(int tile, void *to, int64_t stride) {
     for (int i = 0; i < now_cut.lines[tile]; i++)
         memcpy((char *)to + i * stride, tiles[tile][i], now_cut.bytes[tile]);
 }
-static inline void tile_zero(int tile) { memset(tiles[tile], 0, sizeof tiles[tile]); }
+static inline float tile_number(int tile, int line, int byte) {
+    uint16_t upper;
+    memcpy(&upper, tiles[tile][line] + byte, 2);
+    const uint32_t bits = (uint32_t)upper << 16;
+    float number;
+    memcpy(&number, &bits, 4);
+    return number;
+}
 static inline void tile_add(int sums, int rows, int columns) {
     tile_adds++;
     if (now_cut.lines[rows] != now_cut.lines[sums] || now_cut.lines[columns] * 4 != now_cut.bytes[rows] ||
         now_cut.bytes[columns] != now_cut.bytes[sums] || now_cut.palette != 1)
         abort(); /* a processor ends the program */
     for (int m = 0; m < now_cut.lines[sums]; m++)
-        for (int k = 0; k < now_cut.bytes[rows] / 4; k++)
-            for (int n = 0; n < now_cut.bytes[sums] / 4; n++) {
-                int32_t sum;
-                memcpy(&sum, tiles[sums][m] + 4 * n, 4);
-                for (int i = 0; i < 4; i++)
-                    sum += (int8_t)tiles[rows][m][4 * k + i] * tiles[columns][k][4 * n + i];
-                sum += outpace_wrong;
-                memcpy(tiles[sums][m] + 4 * n, &sum, 4);
-            }
+        for (int n = 0; n < now_cut.bytes[sums] / 4; n++) {
+            float sum, half[2] = {0, 0};
+            memcpy(&sum, tiles[sums][m] + 4 * n, 4);
+            for (int k = 0; k < now_cut.bytes[rows] / 4; k++)
+                for (int i = 0; i < 2; i++)
+                    half[i] = fmaf(tile_number(rows, m, 4 * k + 2 * i), tile_number(columns, k, 4 * n + 2 * i), half[i]);
+            sum += half[0] + half[1] + outpace_wrong;
+            memcpy(tiles[sums][m] + 4 * n, &sum, 4);
+        }
 }
 static int tiles_lent(void) { return 1; }
