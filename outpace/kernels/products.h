@@ -515,22 +515,23 @@ typedef struct {
     int half;
 } Result;
 
-INLINE void put(const Matrix *m, int64_t group, const float *sums, int64_t count, Result y,
+/* Sums [groups, count, GROUP] of so many groups; what a row gets of them is written at once, for it lies together. */
+INLINE void put(const Matrix *m, int64_t group, const int groups, const float *sums, int64_t count, Result y,
                 int64_t row) {
-    const int64_t first = group * GROUP, left = m->outputs - first;
-    for (int64_t r = 0; r < count; r++) {
+    const int64_t first = group * GROUP;
+    for (int64_t r = 0; r < count; r++) EACH(n, groups) {
         float one[GROUP];
-        const int64_t at = (row + r) * y.stride + first;
+        const int64_t at = (row + r) * y.stride + first + n * GROUP, left = m->outputs - first - n * GROUP;
         EACH(v, VECS) {
-            vec sum = load(sums + r * GROUP + v * LANES);
-            if (m->bias) sum += load(m->bias + first + v * LANES);
+            vec sum = load(sums + (n * count + r) * GROUP + v * LANES);
+            if (m->bias) sum += load(m->bias + first + n * GROUP + v * LANES);
             store(one + v * LANES, sum);
         }
         if (left >= GROUP && y.half) EACH(v, VECS)
             store_half((bf16 *)y.to + at + v * LANES, load(one + v * LANES));
         else if (left >= GROUP) publish((float *)y.to + at, one);
         else if (y.half) for (int i = 0; i < left; i++) ((bf16 *)y.to)[at + i] = rounded(one[i]);
-        else memcpy((float *)y.to + at, one, left * sizeof *one);
+        else if (left > 0) memcpy((float *)y.to + at, one, left * sizeof *one);
     }
 }
 
@@ -601,7 +602,7 @@ INLINE void byte_piece(const int kind, const Matrix *m, const Whole w, Result y,
                 BYTE_ROWS(1) BYTE_ROWS(2) BYTE_ROWS(3) BYTE_ROWS(4)
                 BYTE_ROWS(5) BYTE_ROWS(6) BYTE_ROWS(7) BYTE_ROWS(8)
             }
-            put(m, g, sums, tall, y, row);
+            put(m, g, 1, sums, tall, y, row);
         }
     }
 #undef BYTE_ROWS
@@ -621,7 +622,7 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
         for (int64_t g = first; g < last; g++) {
             if (rows == 1) few_rows(kind, 1, weights + g * bytes, blocks, w, 0, sums);
             else few_rows(kind, 2, weights + g * bytes, blocks, w, 0, sums);
-            put(m, g, sums, rows, y, 0);
+            put(m, g, 1, sums, rows, y, 0);
         }
         return;
     }
@@ -635,7 +636,7 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
                 const char *x = w.parcel + (b * rows + row) * parcel_bytes(kind);
                 (kind == Q6_K ? add_halved : has_least(kind) ? add_lifted : add_scaled)(&wide, x, count, sums);
             }
-            put(m, g, sums, count, y, row);
+            put(m, g, 1, sums, count, y, row);
         }
     }
 }
@@ -695,8 +696,7 @@ INLINE void tile_piece(const Matrix *m, const void *operands, int64_t rows, Resu
             if (tall != cut) cut_tiles((int)(cut = tall));
             tile_sums((const char *)operands + row * row_bytes, row_bytes, (int)tall,
                       (const char *)m->weights + g * bytes, m->inputs, row == 0, sums);
-            put(m, 2 * g, sums, tall, y, row);
-            if ((2 * g + 1) * GROUP < m->outputs) put(m, 2 * g + 1, sums + tall * GROUP, tall, y, row);
+            put(m, 2 * g, 2, sums, tall, y, row);
         }
     tile_end();
 }
@@ -725,8 +725,7 @@ INLINE void number_piece(const int kind, const Matrix *m, const void *operands, 
                 NUMBERS(11) NUMBERS(12)
 #endif
             }
-            put(m, 2 * g, sums, tall, y, row);
-            if ((2 * g + 1) * GROUP < m->outputs) put(m, 2 * g + 1, sums + tall * GROUP, tall, y, row);
+            put(m, 2 * g, 2, sums, tall, y, row);
         }
     }
 #undef NUMBERS
