@@ -16,7 +16,7 @@ largest ratio by gains at a rate that is put right until they agree (Dinkelbach 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -99,7 +99,7 @@ class Auto(Policy):
 
     def plan(self, rows: Sequence[PolicyRow], load: Load) -> list[Plan]:
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
-        awake = [i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)]
+        awake = {i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)}
         self._tick += 1
         seconds = self._timed(len(rows), load)
         for _ in range(_TRIES):
@@ -145,7 +145,7 @@ class Auto(Policy):
         return prices.paying(chosen) if prices.batch > 1 else chosen
 
     def _offered(
-        self, rows: Sequence[PolicyRow], awake: Sequence[int], seconds: Seconds, load: Load
+        self, rows: Sequence[PolicyRow], awake: Collection[int], seconds: Seconds, load: Load
     ) -> tuple[dict[str, dict[int, Menu]], dict[str, dict[int, Menu]]]:
         """By drafter and sequence: offers of those that preview their drafts, and of those that do not."""
         previewed: dict[str, dict[int, Menu]] = {}
@@ -161,7 +161,7 @@ class Auto(Policy):
                     offer = prices.look_up(name, preview, row.limit, scale)
                     previewed.setdefault(name, {})[i] = Menu((offer,))
                 elif name not in self._told and budget.max_nodes and name != NONE:
-                    menu = self._menu(row, name, seconds, load)
+                    menu = self._menu(row, name, seconds, load, i in awake)
                     if menu.best is not None:
                         asked.setdefault(name, {})[i] = menu
         return previewed, asked
@@ -176,12 +176,12 @@ class Auto(Policy):
             self._seconds[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), seconds
         return seconds
 
-    def _menu(self, row: PolicyRow, name: str, seconds: Seconds, load: Load) -> Menu:
-        """Drafts are weighed as often as seconds are read."""
+    def _menu(self, row: PolicyRow, name: str, seconds: Seconds, load: Load, anew: bool) -> Menu:
+        """Drafts are weighed as often as seconds are read, but for sequences that rest."""
         state, budget, prices = row.state, row.drafters[name], seconds.at(self._pace)
         room = min(row.limit.max_depth, budget.max_depth)
         weighed: Weighed | None = state.weighed.get(name)
-        if weighed is None or weighed.seconds is not seconds or weighed.room != room:
+        if weighed is None or weighed.room != room or anew and weighed.seconds is not seconds:
             read = 0.0 if name in state.here else self.costs.reading(name, load.context)
             sizes = seconds.sizes(budget, row.limit, self._pool(state, name), self._here(state, name))
             weighed = state.weighed[name] = Weighed(seconds, room, sizes, read, {})
@@ -223,7 +223,7 @@ class Auto(Policy):
         for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
             loss, offer = min([(prices.draft(name, one.levels) - one.gain, one) for one in menu.offers[:2]])
-            loss += chosen[i].gain if i in chosen else 0.0
+            loss += chosen[i].gain if i in chosen else 0.0 if chosen else prices.begun(offer.rows)
             # While a lookup copies well, others wait. What a bad moment taught is not believed for ever.
             saved = 0.0 if i in chosen else -self._wait * step * self.tuning.explore
             if loss <= max(1.0, saved):

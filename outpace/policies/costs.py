@@ -217,7 +217,7 @@ class Costs:
         guesses = max(0, record.passed_rows - count)
         passes = self._passes[_power(count)] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
-        spent = sum([seconds.get(verb, 0.0) for verb in ("score", "judge", "commit")])
+        spent = sum([seconds.get(verb, 0.0) for verb in ("plan", "score", "judge", "commit")])
         passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing

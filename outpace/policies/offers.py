@@ -203,6 +203,11 @@ class Prices:
                 best, found = gain, {j: offer_B[j] for j in order[:n]}
         return found
 
+    def begun(self, rows: float) -> float:
+        """What the first guesses of a pass cost, more than their share of what many do."""
+        n = min(round(rows), len(self.row_R) - 1)
+        return self.rate * max(0.0, self.seconds.pass_R[n] - self.seconds.row_R[n])
+
     def plan(self, row: PolicyRow, offer: Offer | None, reason: str) -> Plan:
         """Put an offer into a plan, and say why."""
         if offer is None:
