@@ -181,7 +181,7 @@ class Auto(Policy):
         state, budget, prices = row.state, row.drafters[name], seconds.at(self._pace)
         room = min(row.limit.max_depth, budget.max_depth)
         weighed: Weighed | None = state.weighed.get(name)
-        if weighed is None or weighed.room != room or anew and weighed.seconds is not seconds:
+        if weighed is None or weighed.room != room or (anew and weighed.seconds is not seconds):
             read = 0.0 if name in state.here else self.costs.reading(name, load.context)
             sizes = seconds.sizes(budget, row.limit, self._pool(state, name), self._here(state, name))
             weighed = state.weighed[name] = Weighed(seconds, room, sizes, read, {})

@@ -6,7 +6,7 @@ from outpace.drafters.trained import read_acceptance
 from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import Evidence, PolicyRow
-from outpace.policies.offers import Offer
+from outpace.policies.offers import Offer, Seconds
 from outpace.policies.tuning import Tuning
 from outpace.types import NOTHING, Budget, KnownDrafter, Load, RowRecord, StepRecord
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
@@ -337,3 +337,21 @@ def test_sequences_that_rest_share_a_level():
         policy._tick = 1
         plans = policy.plan(rows, Load(8, 64))
         assert [plan.drafter for plan in plans] == ["m"] * 8
+
+
+def test_a_trial_counts_what_the_first_rows_of_a_pass_cost():
+    """Row 65 costs a tenth of a pass: trials of three idle drafters take some hundredths of the time."""
+    stair = replace(CURVE, rows_R=(1, 64, 65, 256), seconds_CR=((PASS, PASS, 1.1 * PASS, 1.15 * PASS),))
+    simulator = Simulator(Auto(AutoConfig()), {name: Fake([0.05]) for name in "abc"}, curve=stair)
+    steps = [simulator.step(batch=64)[0].seconds for _ in range(400)][100:]
+    assert PASS * 300 < sum(steps) < 1.02 * PASS * 300
+
+
+def test_sequences_that_rest_are_not_weighed_anew(monkeypatch):
+    """Prices change with every page of the context; those of a sequence that rests may be old ones."""
+    weighed, sizes = [], Seconds.sizes
+    monkeypatch.setattr(Seconds, "sizes", lambda *given: weighed.append(given) or sizes(*given))
+    simulator = Simulator(Auto(AutoConfig()), {"a": Fake([0.05])})
+    for page in range(64):
+        simulator.step(batch=16, context=64 * page)
+    assert 0 < len(weighed) < 64 * 16 / 4
