@@ -7,10 +7,11 @@ Every cost is a line in two numbers, by least squares that forget:
 
 A draft for texts of which much is unread says what reading takes, and nothing of levels.
 
-A pass is meant with planning for it, and with judging and committing what it scored. There is a line for each power of two of
-sequences; a new one begins like its neighbour. Passes are also corrected by what those of so many guesses
-took lately, for hardware that has free rows up to a number. Nothing of this outlives the process: prices
-that were learned on a busy machine cost no later answer. Steps wait until a cost is read.
+A pass is meant with planning for it, and with judging and committing what it scored. There is a line for
+each power of two of sequences; a new one begins like its neighbour. Passes are also corrected by what
+those of so many guesses took lately, for hardware that has free rows up to a number. Nothing of this
+outlives the process: prices that were learned on a busy machine cost no later answer. Steps wait until a
+cost is read.
 """
 
 from __future__ import annotations
