@@ -682,10 +682,7 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
     EACH(r, tall) EACH(v, 2 * VECS) store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
 }
 
-/* The same by matrix units, for any number of rows. */
-INLINE int in_tiles(const Matrix *m) {
-    return HALVES && m->kind == BF16 && m->inputs % TILE_INPUTS == 0 && has_tiles();
-}
+/* Products by matrix units, for any number of rows. */
 INLINE void tile_piece(const Matrix *m, const void *operands, int64_t rows, Result y, int64_t first, int64_t last) {
     const int64_t bytes = group_bytes(BF16, m->inputs), row_bytes = m->inputs * (int64_t)sizeof(bf16);
     float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));
@@ -703,7 +700,7 @@ INLINE void tile_piece(const Matrix *m, const void *operands, int64_t rows, Resu
 
 INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                          Result y, int64_t first, int64_t last) {
-    if (kind == BF16 && in_tiles(m)) {
+    if (in_halves(kind) && m->inputs % TILE_INPUTS == 0 && has_tiles()) {
         tile_piece(m, operands, rows, y, first, last);
         return;
     }
