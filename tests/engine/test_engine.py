@@ -266,11 +266,11 @@ def test_threads_take_turns(engine):
         if number % 3:
             return engine.generate((1, 2, 3, number, 2, 3), drafter=spec, **settings).tokens
         with Conversation(engine, SamplingParams(**settings), drafter=spec) as talk:
-            return [chunk.tokens for turn in ("a b", "c") for chunk in talk.send(turn)]
+            return [token for turn in ("a b", "c") for chunk in talk.send(turn) for token in chunk.tokens]
 
-    alone = [ask(number) for number in range(12)]
+    alone = [list(ask(number)) for number in range(12)]
     with ThreadPoolExecutor(6) as threads:
-        assert list(threads.map(ask, range(12))) == alone
+        assert [list(tokens) for tokens in threads.map(ask, range(12))] == alone
     assert engine.cache.slots == 0
 
 
