@@ -151,8 +151,8 @@ static void multiply_experts(const void *context, const void *self, int64_t piec
     for (int64_t i = 0; i < nth; i++) column += own.part[i].outputs;
     spread(own.part, own.parts, own.rows, at, first);
     part_of(groups_of(m), cuts, piece % cuts, &group, &stop);
-    product_piece(m, own.operands + at[product_operands(m->kind)], own.rows, (float *)own.y + column,
-                  own.stride, 0, group, stop);
+    const Result y = {(float *)own.y + column, own.stride, 0, 0};
+    product_piece(m, own.operands + at[product_operands(m->kind)], own.rows, y, group, stop);
 }
 
 /* Add up what the experts of each row gave. */

@@ -140,12 +140,25 @@ static void best_rows(const void *context, const void *self, int64_t piece) {
     ROWS(width) best(row_of(p, op->from, row, width), width, (double *)p->buffer[op->to] + 2 * row);
 }
 
+/* Whether this operation and the two behind it are the gate of an MLP and its products; see gated.h. */
+static int is_gated(const Program *p, const Op *op) {
+    const Op *gate = op + 1, *next = op + 2;
+    if (next >= p->op + p->ops || op->kind != PRODUCT || gate->kind != GATE || next->kind != PRODUCT) return 0;
+    const int64_t width = gate->width;
+    const int halves = op->parts == 1 ? op->part->outputs == 2 * width : op->parts == 2 && op->part->outputs == width;
+    return halves && width % SPAN == 0 && op->width == 2 * width && next->parts == 1 && next->part->inputs == width &&
+           gate->from == op->to && next->from == gate->to && gate->rows == op->rows && next->rows == op->rows &&
+           !(op->to_stride | gate->from_stride | gate->to_stride | next->from_stride);
+}
+static int is_gate(const Program *p, const Op *op) { return op > p->op && is_gated(p, op - 1); }
+static int is_behind_gate(const Program *p, const Op *op) { return op > p->op + 1 && is_gated(p, op - 2); }
+
 static Product product_of(const Program *p, const Op *op) {
     return (Product){.part = op->part, .parts = op->parts, .x = p->buffer[op->from],
                      .x_stride = op->from_stride ? op->from_stride : op->part->inputs,
                      .rows = rows_of(p, op), .y = p->buffer[op->to],
                      .stride = op->to_stride ? op->to_stride : op->width,
-                     .operands = p->buffer[op->more], .threads = p->threads};
+                     .operands = p->buffer[is_behind_gate(p, op) ? op->from : op->more], .threads = p->threads};
 }
 static void prepare_rows(const void *context, const void *self, int64_t piece) {
     const Product product = product_of(context, self);
@@ -156,6 +169,7 @@ static void multiply_rows(const void *context, const void *self, int64_t piece) 
     multiply_piece(&product, piece);
 }
 
+#include "gated.h"
 #include "experts.h"
 
 #define LAYER                                                                                     \
@@ -173,7 +187,7 @@ static void store_new(const void *context, const void *self, int64_t piece) {
    its operands, attention with new keys. Then one thread does both, with no hand-over between. */
 static int feeds(const Program *p, const Op *op) {
     const Op *next = op + 1;
-    if (next == p->op + p->ops || next->rows != op->rows) return 0;
+    if (next == p->op + p->ops || next->rows != op->rows || is_gate(p, op)) return 0;
     if (op->kind == NORM || op->kind == GATE)
         return next->kind == PRODUCT && next->from == op->to && next->part->inputs == op->width;
     const Pass *pass = next->kind == ATTEND ? p->pass[next->index] : NULL;
@@ -223,7 +237,7 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     switch (op->kind) {
     case NORM: *task++ = (Task){norm_rows, op, pieces_of(rows, width)}; break;
     case TURN: *task++ = (Task){turn_rows, op, pieces_of(rows, p->heads * width)}; break;
-    case GATE: *task++ = (Task){gate_rows, op, pieces_of(rows, width)}; break;
+    case GATE: if (!is_gate(p, op)) *task++ = (Task){gate_rows, op, pieces_of(rows, width)}; break;
     case ADD: *task++ = (Task){add_more, op, pieces_of(rows, width)}; break;
     case BEND: *task++ = (Task){bend_rows, op, pieces_of(rows, width)}; break;
     case COPY:
@@ -232,8 +246,10 @@ static Task *plan(const Program *p, const Op *op, Task *task) {
     case BEST: *task++ = (Task){best_rows, op, pieces_of(rows, width)}; break;
     case PRODUCT: {
         const Product product = product_of(p, op);
-        if (!is_fed(p, op)) *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
-        *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
+        const int prepared = is_fed(p, op) || is_behind_gate(p, op);
+        if (!prepared) *task++ = (Task){prepare_rows, op, prepare_pieces(&product)};
+        if (is_gated(p, op)) *task++ = (Task){gated_piece, op, gated_pieces(p, op)};
+        else *task++ = (Task){multiply_rows, op, multiply_pieces(&product)};
         break;
     }
     case ATTEND:

@@ -89,8 +89,8 @@ static void multiply_piece(const Product *p, int64_t place) {
         const int64_t groups = groups_of(m), size = cut(m, p->rows, p->threads);
         const int64_t here = pieces_in(p, m), from = piece * size;
         if (piece < here) {
-            product_piece(m, p->operands + at[product_operands(m->kind)], p->rows,
-                          (void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, from,
+            const Result y = {(void *)past(p->y, column, (int)p->half), p->stride, (int)p->half, 0};
+            product_piece(m, p->operands + at[product_operands(m->kind)], p->rows, y, from,
                           from + size < groups ? from + size : groups);
             return;
         }

@@ -512,7 +512,7 @@ ROWS(add_halved, 2, 0)
 typedef struct {
     void *to;
     int64_t stride;
-    int half;
+    int half, own; /* bfloat16; read by the same thread */
 } Result;
 
 /* Sums [groups, count, GROUP] of so many groups; what a row gets of them is written at once, for it lies together. */
@@ -529,6 +529,7 @@ INLINE void put(const Matrix *m, int64_t group, const int groups, const float *s
         }
         if (left >= GROUP && y.half) EACH(v, VECS)
             store_half((bf16 *)y.to + at + v * LANES, load(one + v * LANES));
+        else if (left >= GROUP && y.own) memcpy((float *)y.to + at, one, sizeof one);
         else if (left >= GROUP) publish((float *)y.to + at, one);
         else if (y.half) for (int i = 0; i < left; i++) ((bf16 *)y.to)[at + i] = rounded(one[i]);
         else if (left > 0) memcpy((float *)y.to + at, one, left * sizeof *one);
@@ -647,6 +648,64 @@ INLINE void coded_piece(const int kind, const Matrix *m, const void *operands, i
 INLINE int in_halves(const int kind) { return HALVES && kind == BF16; }
 INLINE int64_t filled(int64_t inputs) { return (inputs + 1) / 2 * 2; }
 
+/* ---- Numbers by matrix units ---- */
+
+/* Rows whose sums stay in the second cache. */
+enum { MANY_TILED = 4 * TILED };
+INLINE int in_tiles(const Matrix *m) { return in_halves((int)m->kind) && m->inputs % TILE_INPUTS == 0 && has_tiles(); }
+
+/* The part of weights that a tile of rows asks for, where all of `rows` read them. */
+INLINE Share share_of(int64_t row, int64_t rows) {
+    const int64_t lines = 2 * TILE_BYTES / TILE_LINE, turns = (rows + TILED - 1) / TILED, turn = row / TILED;
+    return (Share){(int)(turn * lines / turns) * TILE_LINE, (int)((turn + 1) * lines / turns) * TILE_LINE};
+}
+
+/* Some of many rows times a group: a block of inputs after the other. */
+INLINE void tile_group(const Matrix *m, const char *x, int64_t above, int64_t below, int64_t group, int *cut, Result y) {
+    float sums[MANY_TILED * TWO_GROUPS] __attribute__((aligned(64)));
+    const int64_t inputs = m->inputs;
+    const char *weights = (const char *)m->weights + group * group_bytes(BF16, inputs);
+    /* Where nothing is left to do, the units write results where they belong. */
+    const int plain = !m->bias && !y.half && (y.own || !outpace_apart) && (group + 1) * TWO_GROUPS <= m->outputs;
+    for (int64_t from = 0, to; from < inputs; from = to) {
+        to = inputs - from < TILE_BLOCK ? inputs : from + TILE_BLOCK;
+        for (int64_t row = above, tall; row < below; row += tall) {
+            tall = below - row < TILED ? below - row : TILED;
+            if (tall != *cut) cut_tiles(*cut = (int)tall);
+            const Sums own = {sums + (row - above) * TWO_GROUPS, TILE_LINE, tall * TILE_LINE};
+            const Sums there = {(float *)y.to + row * y.stride + group * TWO_GROUPS, 4 * y.stride, TILE_LINE};
+            tile_sums(x + row * inputs * (int)sizeof(bf16), (int)tall, inputs, from, to, weights,
+                      above ? (Share){0} : share_of(row, below), own, plain && to == inputs ? there : own);
+            if (!plain && to == inputs) put(m, 2 * group, 2, own.at, tall, y, row);
+        }
+    }
+}
+static __attribute__((noinline)) void tile_many(const Matrix *m, const char *x, int64_t rows, Result y, int64_t first,
+                                                int64_t last) {
+    int cut = 0;
+    for (int64_t g = first; g < last; g++)
+        for (int64_t above = 0; above < rows; above += MANY_TILED)
+            tile_group(m, x, above, rows - above < MANY_TILED ? rows : above + MANY_TILED, g, &cut, y);
+    tile_end();
+}
+
+/* Of up to TILED rows weights are read once, and memory is all that counts. In one function with the other, one row took 1.02. */
+static __attribute__((noinline)) void tile_few(const Matrix *m, const char *x, int rows, Result y, int64_t first,
+                                               int64_t last) {
+    float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));
+    const int64_t inputs = m->inputs, bytes = group_bytes(BF16, inputs);
+    const Sums own = {sums, TILE_LINE, rows * TILE_LINE};
+    cut_tiles(rows);
+    for (int64_t g = first; g < last; g++) {
+        const char *weights = (const char *)m->weights + g * bytes;
+        tile_sums(x, rows, inputs, 0, inputs, weights, (Share){0, 2 * TILE_BYTES}, own, own);
+        put(m, 2 * g, 2, sums, rows, y, 0);
+    }
+    tile_end();
+}
+
+/* ---- Numbers by vectors ---- */
+
 /* Rows of a tile, whose sums stay in registers: as many as fit, for weights come from memory with the first tile.
    Of several tiles the others compute, best with fewer rows: prompts of 512 rows take 0.95 with 6 in place of 8.
    BY_ROW each number of a row is read once and weights stay in registers, else the other way round. */
@@ -666,10 +725,6 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
         const char *from = panel + line * LINE;
         const float *one = (const float *)x + line * (kind == F32 ? 1 : 2);
         const bf16 *half = (const bf16 *)x + line * 2;
-        EACH(n, 2) {
-            if (tall <= FEW_NUMBERS) fetch(from + FETCHED + n * 64, 1);
-            else fetch(from + FETCHED_FAR + n * 64, 0);
-        }
         EACH(i, BY_ROW ? tall : 2 * VECS) EACH(j, BY_ROW ? 2 * VECS : tall) {
             const int r = BY_ROW ? i : j, v = BY_ROW ? j : i;
             const vec w = load((const float *)from + v * LANES);
@@ -677,55 +732,60 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
             if (kind == F32) sum[r][v] += w * one[r * row];
             else if (HALVES) sum[r][v] = add_halves(sum[r][v], (ivec)w, half + r * row);
             else sum[r][v] += even * one[r * row], sum[r][v] += odd * one[r * row + 1];
+            if (r || (v + 1) % VECS) continue;
+            if (tall <= FEW_NUMBERS) fetch(from + FETCHED + v / VECS * 64, 1);
+            else fetch(from + FETCHED_FAR + v / VECS * 64, 0);
+            /* A line is used, then one is asked for: on Intel two rows take 0.9 so. */
+            if (BY_ROW && tall < FEW_NUMBERS) __asm__ volatile("" ::: "memory");
         }
     }
     EACH(r, tall) EACH(v, 2 * VECS) store(out + (v / VECS * tall + r) * GROUP + v % VECS * LANES, sum[r][v]);
 }
 
-/* Products by matrix units, for any number of rows. */
-INLINE void tile_piece(const Matrix *m, const void *operands, int64_t rows, Result y, int64_t first, int64_t last) {
-    const int64_t bytes = group_bytes(BF16, m->inputs), row_bytes = m->inputs * (int64_t)sizeof(bf16);
-    float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));
-    int64_t cut = 0;
-    for (int64_t g = first; g < last; g++)
-        for (int64_t row = 0, tall; row < rows; row += tall) {
-            tall = rows - row < TILED ? rows - row : TILED;
-            if (tall != cut) cut_tiles((int)(cut = tall));
-            tile_sums((const char *)operands + row * row_bytes, row_bytes, (int)tall,
-                      (const char *)m->weights + g * bytes, m->inputs, row == 0, sums);
-            put(m, 2 * g, 2, sums, tall, y, row);
-        }
-    tile_end();
-}
+/* Functions of their own: inside of a larger one compilers use registers worse, by up to a tenth of a pass. */
+typedef void NumberRows(const char *panel, int64_t bytes, int64_t inputs, const char *x, float *out);
+#define NUMBERS(tall)                                                                             \
+    static __attribute__((noinline)) void full_##tall(const char *panel, int64_t bytes, int64_t inputs, const char *x, \
+                                                      float *out) {                               \
+        number_rows(F32, tall, panel, bytes, inputs, x, out);                                     \
+    }                                                                                             \
+    static __attribute__((noinline)) void half_##tall(const char *panel, int64_t bytes, int64_t inputs, const char *x, \
+                                                      float *out) {                               \
+        number_rows(BF16, tall, panel, bytes, inputs, x, out);                                    \
+    }
+#if defined(__AVX512F__)
+#define EACH_TALL(with)                                                                           \
+    with(1) with(2) with(3) with(4) with(5) with(6) with(7) with(8) with(9) with(10) with(11) with(12)
+#else
+#define EACH_TALL(with) with(1) with(2)
+#endif
+EACH_TALL(NUMBERS)
+#undef NUMBERS
 
 INLINE void number_piece(const int kind, const Matrix *m, const void *operands, int64_t rows,
                          Result y, int64_t first, int64_t last) {
-    if (in_halves(kind) && m->inputs % TILE_INPUTS == 0 && has_tiles()) {
-        tile_piece(m, operands, rows, y, first, last);
+#define FULL(tall) full_##tall,
+#define HALF(tall) half_##tall,
+    static NumberRows *const each[2][TALL_NUMBERS] = {{EACH_TALL(FULL)}, {EACH_TALL(HALF)}};
+#undef HALF
+#undef FULL
+    if (kind == BF16 && in_tiles(m)) {
+        if (rows <= TILED) tile_few(m, operands, (int)rows, y, first, last);
+        else tile_many(m, operands, rows, y, first, last);
         return;
     }
     const int64_t bytes = group_bytes(kind, m->inputs);
     const int64_t row_bytes = filled(m->inputs) * (in_halves(kind) ? 2 : 4);
     float sums[TALL_NUMBERS * TWO_GROUPS] __attribute__((aligned(64)));
-#define NUMBERS(tall)                                                                             \
-    case tall: number_rows(kind, tall, panel, bytes, m->inputs, x, sums); break;
     for (int64_t g = first; g < last; g++) {
         const char *panel = (const char *)m->weights + g * bytes;
         for (int64_t row = 0, tall; row < rows; row += tall) {
-            const char *x = (const char *)operands + row * row_bytes;
             const int64_t left = rows - row, tiles = (left + BEST_NUMBERS - 1) / BEST_NUMBERS;
             tall = left <= TALL_NUMBERS ? left : (left + tiles - 1) / tiles;
-            switch (tall) {
-                NUMBERS(1) NUMBERS(2)
-#if defined(__AVX512F__)
-                NUMBERS(3) NUMBERS(4) NUMBERS(5) NUMBERS(6) NUMBERS(7) NUMBERS(8) NUMBERS(9) NUMBERS(10)
-                NUMBERS(11) NUMBERS(12)
-#endif
-            }
+            each[kind == BF16][tall - 1](panel, bytes, m->inputs, (const char *)operands + row * row_bytes, sums);
             put(m, 2 * g, 2, sums, tall, y, row);
         }
     }
-#undef NUMBERS
 }
 
 /* ---- What is called ---- */
@@ -741,53 +801,51 @@ INLINE int64_t product_room(const Matrix *m, int64_t rows) {
     return (rows * bytes + 63) / 64 * 64;
 }
 
+/* Write the operands of a row's inputs of one block; `rows` in all. */
+INLINE void prepare_span(const Matrix *m, const float *from, int64_t rows, int64_t row, int64_t block, void *operands) {
+    const int64_t at = row * filled(m->inputs) + block * SPAN;
+    if (is_coded(m->kind)) {
+        char *to = (char *)operands + (block * rows + row) * parcel_bytes((int)m->kind), parcel[CACHE_LINE];
+        if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel), publish(to, parcel);
+        else prepare_block(from, Q8_0, to);
+    } else if (in_halves((int)m->kind)) {
+        bf16 line[SPAN];
+        for (int n = 0; n < SPAN; n++) line[n] = rounded(from[n]);
+        const int64_t place = in_tiles(m) ? tile_at(row, rows, m->inputs, block) : at * (int64_t)sizeof *line;
+        publish((char *)operands + place, line);
+    } else {
+        publish((float *)operands + at, from), publish((float *)operands + at + SPAN / 2, from + SPAN / 2);
+    }
+}
+
 /* Write the operands of rows `first` to `last` of `rows`; x [rows, stride], bfloat16 if `half`. */
 static void product_prepare(const Matrix *m, const void *x, int64_t stride, int half, int64_t rows,
                             int64_t first, int64_t last, void *operands) {
     const int64_t inputs = m->inputs;
-    const int codes = is_coded(m->kind), halves = in_halves(m->kind);
-    const int size = parcel_bytes((int)m->kind);
     for (int64_t r = first; r < last; r++) {
         Row row = past(x, r * stride, half);
-        float *wide = (float *)operands + r * filled(inputs);
-        bf16 *narrow = (bf16 *)operands + r * filled(inputs);
         for (int64_t i = 0; i < inputs; i += SPAN) {
             float one[SPAN] = {0};
-            const int64_t count = inputs - i < SPAN ? inputs - i : SPAN, b = i / SPAN;
+            const int64_t count = inputs - i < SPAN ? inputs - i : SPAN, at = r * filled(inputs) + i;
             const float *from = one;
             if (half) for (int n = 0; n < count; n++) one[n] = widened(((const bf16 *)row)[i + n]);
             else if (count == SPAN) from = (const float *)row + i;
             else memcpy(one, (const float *)row + i, count * sizeof *one);
-            if (codes) {
-                char *to = (char *)operands + (b * rows + r) * size, parcel[CACHE_LINE];
-                if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel), publish(to, parcel);
-                else prepare_block(from, Q8_0, to);
-                continue;
-            }
-            if (count == SPAN && halves) {
-                bf16 line[SPAN];
-                for (int n = 0; n < SPAN; n++) line[n] = rounded(from[n]);
-                publish(narrow + i, line);
-            } else if (count == SPAN) {
-                publish(wide + i, from), publish(wide + i + SPAN / 2, from + SPAN / 2);
-            } else if (halves) {
-                for (int n = 0; n < filled(count); n++) narrow[i + n] = rounded(from[n]);
-            } else {
-                memcpy(wide + i, from, filled(count) * sizeof *from);
-            }
+            bf16 *narrow = (bf16 *)operands + at;
+            if (count == SPAN || is_coded(m->kind)) prepare_span(m, from, rows, r, i / SPAN, operands);
+            else if (in_halves(m->kind)) for (int n = 0; n < filled(count); n++) narrow[n] = rounded(from[n]);
+            else memcpy((float *)operands + at, from, filled(count) * sizeof *from);
         }
     }
 }
 
-/* Write outputs of groups `first` to `last` for all rows; y [rows, stride], bfloat16 if `half`. */
-static void product_piece(const Matrix *m, const void *operands, int64_t rows, void *y,
-                          int64_t stride, int half, int64_t first, int64_t last) {
-    const Result result = {y, stride, half};
+/* Write outputs of groups `first` to `last` for all rows. */
+static void product_piece(const Matrix *m, const void *operands, int64_t rows, Result y, int64_t first, int64_t last) {
 #define KIND(kind)                                                                                \
-    case kind: coded_piece(kind, m, operands, rows, result, first, last); break
+    case kind: coded_piece(kind, m, operands, rows, y, first, last); break
     switch (m->kind) {
-    case F32: number_piece(F32, m, operands, rows, result, first, last); break;
-    case BF16: number_piece(BF16, m, operands, rows, result, first, last); break;
+    case F32: number_piece(F32, m, operands, rows, y, first, last); break;
+    case BF16: number_piece(BF16, m, operands, rows, y, first, last); break;
     EACH_CODED(KIND);
     }
 #undef KIND

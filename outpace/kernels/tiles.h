@@ -70,40 +70,63 @@ static inline void cut_tiles(int rows) {
 static const char tile_zeros[TILE_BYTES] __attribute__((aligned(64)));
 #define tile_zero(tile) tile_load(tile, tile_zeros, TILE_LINE)
 
-/* Ask memory for what comes so many bytes later, into the second cache. */
+/* Weights are asked for so many bytes ahead, into the second cache. Where several tiles of rows read them, each asks
+   for a part: so memory works while the units do. */
 enum { TILES_FETCHED = 1 << 14 };
-static inline void fetch_tiles(const char *from) {
-    for (int i = 0; i < 2 * TILE_BYTES; i += TILE_LINE) __builtin_prefetch(from + TILES_FETCHED + i, 0, 2);
+typedef struct {
+    int from, to; /* of the bytes of 32 inputs */
+} Share;
+static inline void fetch_tiles(const char *from, Share share) {
+    for (int i = share.from; i < share.to; i += TILE_LINE) __builtin_prefetch(from + TILES_FETCHED + i, 0, 2);
 }
 
-/* Sums of up to TILED rows and two groups of outputs, [2, rows, 16]. x: rows of `stride` bytes; weights as `products.h`
-   lays them out, which are asked for ahead if `first` reads them. */
-static inline void tile_sums(const char *x, int64_t stride, int rows, const char *weights, int64_t inputs, int first,
-                             float *out) {
-    const int both = rows > TILE_ROWS;
-    const char *more = x + TILE_ROWS * stride;
-    float *second = out + rows * TILE_ROWS;
-    tile_zero(T_UPPER);
-    tile_zero(T_UPPER + 1);
-    if (both) tile_zero(T_LOWER);
-    if (both) tile_zero(T_LOWER + 1);
-    for (int64_t at = 0; at < inputs / TILE_INPUTS; at++, weights += 2 * TILE_BYTES) {
-        if (first) fetch_tiles(weights);
+/* Rows as tiles want them: of each 16 rows, 32 inputs of all of them, then the next 32. Where those of a row are. */
+static inline int64_t tile_at(int64_t row, int64_t rows, int64_t inputs, int64_t block) {
+    const int64_t above = row / TILE_ROWS * TILE_ROWS, high = rows - above < TILE_ROWS ? rows - above : TILE_ROWS;
+    return above * inputs * 2 + (block * high + row - above) * TILE_LINE;
+}
+
+/* Rows and weights of so many inputs are read together. Weights of two groups and TILED rows fit into the first cache
+   with them. */
+enum { TILE_BLOCK = 256 };
+
+/* Where sums of rows and two groups of outputs lie: bytes from row to row, and from one group to the other. */
+typedef struct {
+    float *at;
+    int64_t stride, groups;
+} Sums;
+
+/* Add products of inputs `from` to `to` to the sums of up to TILED rows and two groups of outputs, which begin at
+   input 0. x: the rows in tiles; weights: as `products.h` lays them out, of which `share` is asked for. */
+static inline void tile_sums(const char *x, int rows, int64_t inputs, int64_t from, int64_t to, const char *weights,
+                             Share share, Sums sums, Sums out) {
+    const int both = rows > TILE_ROWS, upper = (both ? TILE_ROWS : rows) * TILE_LINE, lower = rows * TILE_LINE - upper;
+    const char *more = x + TILE_ROWS * inputs * 2;
+#define EACH_TILE(with)                                                                           \
+    with(T_UPPER, 0, 0) with(T_UPPER + 1, 0, 1)                                                   \
+    if (both) { with(T_LOWER, TILE_ROWS, 0) with(T_LOWER + 1, TILE_ROWS, 1) }
+#define BEGIN(tile, row, group)                                                                   \
+    if (from) tile_load(tile, (char *)sums.at + row * sums.stride + group * sums.groups, sums.stride); \
+    else tile_zero(tile);
+#define END(tile, row, group) tile_store(tile, (char *)out.at + row * out.stride + group * out.groups, out.stride);
+    EACH_TILE(BEGIN)
+    weights += from / TILE_INPUTS * 2 * TILE_BYTES;
+    for (int64_t at = from / TILE_INPUTS; at < to / TILE_INPUTS; at++, weights += 2 * TILE_BYTES) {
+        fetch_tiles(weights, share);
         tile_load(T_WEIGHTS, weights, 2 * TILE_LINE);
-        tile_load(T_ROWS, x + at * TILE_LINE, stride);
+        tile_load(T_ROWS, x + at * upper, TILE_LINE);
         tile_add(T_UPPER, T_ROWS, T_WEIGHTS);
         tile_load(T_WEIGHTS + 1, weights + TILE_LINE, 2 * TILE_LINE);
         tile_add(T_UPPER + 1, T_ROWS, T_WEIGHTS + 1);
         if (!both) continue;
-        tile_load(T_MORE_ROWS, more + at * TILE_LINE, stride);
+        tile_load(T_MORE_ROWS, more + at * lower, TILE_LINE);
         tile_add(T_LOWER, T_MORE_ROWS, T_WEIGHTS);
         tile_add(T_LOWER + 1, T_MORE_ROWS, T_WEIGHTS + 1);
     }
-    tile_store(T_UPPER, out, TILE_LINE);
-    tile_store(T_UPPER + 1, second, TILE_LINE);
-    if (!both) return;
-    tile_store(T_LOWER, out + TILE_ROWS * TILE_ROWS, TILE_LINE);
-    tile_store(T_LOWER + 1, second + TILE_ROWS * TILE_ROWS, TILE_LINE);
+    EACH_TILE(END)
+#undef END
+#undef BEGIN
+#undef EACH_TILE
 }
 
 /* Whether a product of small whole numbers, whose sums are exact, is right. */
@@ -111,16 +134,19 @@ static int tiles_right(void) {
     enum { ROWS = 19, INPUTS = 2 * TILE_INPUTS, OUTPUTS = 2 * TILE_ROWS };
     static const uint16_t numbers[] = {0x3f80, 0xc000, 0x4040, 0xbf80, 0x0000, 0x4080, 0xc0a0}; /* 1 -2 3 -1 0 4 -5 */
     static const int whole[] = {1, -2, 3, -1, 0, 4, -5};
-    uint16_t x[ROWS][INPUTS], weights[INPUTS / 2][OUTPUTS][2];
+    uint16_t x[ROWS * INPUTS], weights[INPUTS / 2][OUTPUTS][2];
     float sums[2][ROWS][TILE_ROWS];
 #define X_AT(row, i) (((row) * 5 + (i) * 3 + (i) / 7) % 7)
 #define W_AT(i, output) (((i) * 2 + (output) * 3 + (i) / 5) % 7)
     for (int row = 0; row < ROWS; row++)
-        for (int i = 0; i < INPUTS; i++) x[row][i] = numbers[X_AT(row, i)];
+        for (int i = 0; i < INPUTS; i++)
+            x[tile_at(row, ROWS, INPUTS, i / TILE_INPUTS) / 2 + i % TILE_INPUTS] = numbers[X_AT(row, i)];
     for (int i = 0; i < INPUTS; i++)
         for (int output = 0; output < OUTPUTS; output++) weights[i / 2][output][i % 2] = numbers[W_AT(i, output)];
     cut_tiles(ROWS);
-    tile_sums((const char *)x, sizeof *x, ROWS, (const char *)weights, INPUTS, 0, **sums);
+    const Sums all = {**sums, TILE_LINE, sizeof *sums};
+    for (int i = 0; i < INPUTS; i += TILE_INPUTS)
+        tile_sums((const char *)x, ROWS, INPUTS, i, i + TILE_INPUTS, (const char *)weights, (Share){0}, all, all);
     tile_end();
     for (int row = 0; row < ROWS; row++)
         for (int output = 0; output < OUTPUTS; output++) {

@@ -10,11 +10,12 @@ from outpace.cache.dense import DenseCache
 from outpace.models.attention import Attention, HeadShape, Span
 from outpace.models.packed import Linear
 from outpace.models.plan import ALL, WANTED, Plan
-from outpace.models.products import works
+from outpace.models.products import KINDS, store_rows, works
 from outpace.models.rope import Rope, Rotation
 from outpace.models.rowwise import Norm, gated
 from outpace.models.seen import Seen
 from outpace.models.tiny import tiny
+from tests.models.test_products import blocks
 
 WIDE, NARROW = 64, 48
 HEADS = HeadShape(2, 2, 16, 0.25, None)
@@ -62,6 +63,27 @@ def test_operations_agree_with_torch(rows, picked):
     for i, row in enumerate(picked):
         (alone,) = plan.run((1, 1), (x_TH[row : row + 1], y_TH[row : row + 1]), [0])
         assert torch.equal(alone[0], got[i])
+
+
+@compiled
+@pytest.mark.parametrize("parts", [1, 2])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gate_beside_its_products_has_the_bits_of_one_after_the_other(kind, parts):
+    """Each a call of its own; the gate and its factor are one matrix or two."""
+    halves = [store_rows(kind, blocks(kind, 256, 512, seed)[0], 512) for seed in range(2)]
+    if parts == 1:
+        raw = torch.cat([blocks(kind, 256, 512, seed)[0] for seed in range(2)])
+        halves = [store_rows(kind, raw, 512)]
+    gate_up = Linear.stored(halves, numbers(512, seed=5), torch.float32)
+    down = Linear.stored([store_rows(kind, blocks(kind, 72, 256)[0], 256)], None, torch.float32)
+    for activation in ("silu", "gelu_tanh"):
+        plan = Plan()
+        x = plan.lent(512)
+        plan.give(plan.product(down, plan.gate(activation, plan.product(gate_up, x))))
+        for rows in (1, 3, 33, 150):
+            x_TH = numbers(rows, 512, seed=rows)
+            (got,) = plan.run((rows, 0), (x_TH,))
+            assert torch.equal(got, down(gated(activation, gate_up(x_TH))))
 
 
 @compiled
