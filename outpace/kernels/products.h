@@ -689,7 +689,8 @@ static __attribute__((noinline)) void tile_many(const Matrix *m, const char *x, 
     tile_end();
 }
 
-/* Of up to TILED rows weights are read once, and memory is all that counts. In one function with the other, one row took 1.02. */
+/* Of up to TILED rows weights are read once, and memory is all that counts. In one function with the other, one row took
+   1.02. */
 static __attribute__((noinline)) void tile_few(const Matrix *m, const char *x, int rows, Result y, int64_t first,
                                                int64_t last) {
     float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));
