@@ -8,6 +8,7 @@
      summed by position in each lane, and lanes in one fixed order.
    - From keys and values in bfloat16 both sums take two terms at a time, an even one and the next,
      for which there is an instruction. It wants queries and weights in bfloat16 as well.
+   - Matrix units (tiles.h) take 32 terms at a time, even and odd ones apart, and do so for all rows.
    - Blocks are merged in order, each weighted by its own largest score.
 
    Work is cut into units, one block of positions for a few rows of one slot and one head of keys;
@@ -20,6 +21,7 @@
 #pragma once
 
 #include "lanes.h"
+#include "tiles.h"
 
 /* TALL query rows by WIDE vectors is what a product holds in registers. */
 enum { TALL = 6, WIDE = BYTES == 32 ? 2 : 4 };
@@ -125,19 +127,19 @@ INLINE void pair_tile(const bf16 *even, const bf16 *odd, ivec *pairs) {
 #endif
 }
 
-/* Store what comes of a tile of pairs, in order. */
-INLINE void store_tile(float *to, const vec *sum) {
+/* Store what comes of two vectors of a tile of pairs, in order. */
+INLINE void order_pair(float *to, const vec *sum) {
 #ifdef DOTS
     const __m512i low = _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23);
     const __m512i high = _mm512_add_epi32(low, _mm512_set1_epi32(8));
-    for (int n = 0; n < WIDE; n += 2) {
-        const __m512 a = (__m512)sum[n], b = (__m512)sum[n + 1];
-        store(to + n * LANES, (vec)_mm512_permutex2var_ps(a, low, b));
-        store(to + (n + 1) * LANES, (vec)_mm512_permutex2var_ps(a, high, b));
-    }
+    store(to, (vec)_mm512_permutex2var_ps((__m512)sum[0], low, (__m512)sum[1]));
+    store(to + LANES, (vec)_mm512_permutex2var_ps((__m512)sum[0], high, (__m512)sum[1]));
 #else
-    for (int n = 0; n < WIDE; n++) store(to + n * LANES, sum[n]);
+    for (int n = 0; n < 2; n++) store(to + n * LANES, sum[n]);
 #endif
+}
+INLINE void store_tile(float *to, const vec *sum) {
+    for (int n = 0; n < WIDE; n += 2) order_pair(to + n * LANES, sum + n);
 }
 
 /* Where the keys of a head have the first coordinate of a row; the next one is `tile` numbers behind. */
@@ -220,8 +222,8 @@ INLINE void soften(float *row, float cap) {
 }
 
 /* Turn the scores of one block into weights, in their place, or if `half` is given there, in
-   bfloat16; give the largest score and the sum of weights. */
-INLINE void weigh(float *row, bf16 *half, float *tops) {
+   bfloat16, each 32 of them `step` behind the last; give the largest score and the sum of weights. */
+INLINE void weigh(float *row, bf16 *half, int64_t step, float *tops) {
     vec top = all(-INFINITY), sum = {0};
     for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);
     const float most = lanes_top(top);
@@ -230,8 +232,9 @@ INLINE void weigh(float *row, bf16 *half, float *tops) {
     for (int i = 0; i < BLOCK; i += LANES) {
         vec x = power(load(row + i) - off);
         if (half) {
-            store_half(half + i, x);
-            x = load_half(half + i);
+            bf16 *to = half + i / TILE_INPUTS * step + i % TILE_INPUTS;
+            store_half(to, x);
+            x = load_half(to);
         } else {
             store(row + i, x);
         }
@@ -289,6 +292,88 @@ INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int
     }
 }
 
+/* ---- By matrix units ---- */
+
+INLINE int by_units(const Pass *p, const int half) { return half && p->width % TILE_INPUTS == 0 && has_tiles(); }
+
+/* Numbers of two rows side by side, 32 of each, in the order of `pair_tile`; and results in order again. */
+INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *to) {
+#ifdef DOTS
+    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
+    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
+    _mm512_storeu_si512(to + TILE_INPUTS, _mm512_unpackhi_epi16(a, b));
+#else
+    for (int i = 0; i < TILE_INPUTS; i++) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
+#endif
+}
+INLINE void order_rows(float *out, int64_t stride, int64_t rows) {
+    for (int64_t m = 0; m < rows; m++, out += stride) {
+        const vec pair[2] = {load(out), load(out + LANES)};
+        order_pair(out, pair);
+    }
+}
+enum { BESIDE = 2 * TILE_INPUTS }; /* numbers that it writes */
+
+/* Scores of M query rows, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are asked for
+   as in `score`. */
+static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
+                                                  float *out, const char *values) {
+    bf16 pairs[WIDEST / 2 * BESIDE] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < TILE; i += TILE_INPUTS) {
+        const Sums to = {out + i, BLOCK * sizeof *out, TILE_LINE};
+        for (int64_t d = 0; d < D; d += 2) {
+            for (int n = 0; values && n < 4 * TILE_INPUTS; n += CACHE_LINE) __builtin_prefetch(values + n, 0, 2);
+            if (values) values += 4 * TILE_INPUTS;
+            interleave(key + d * tile + i, key + (d + 1) * tile + i, pairs + d / 2 * BESIDE);
+        }
+        tile_sums((const char *)q, M, D, 0, D, (const char *)pairs, (Share){0}, to, to);
+        order_rows(to.at, BLOCK, M);
+    }
+}
+
+/* Values of the positions from `first` to `last`, weighted for M query rows. Weights lie in tiles; those of other
+   positions are 0 for all rows. out [M, D] */
+static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64_t first, int64_t last,
+                                                const bf16 *value, int64_t D, float *out) {
+    static const bf16 none[TILE_INPUTS];
+    const int64_t stop = (last + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+    bf16 pairs[BLOCK / 2 * BESIDE] __attribute__((aligned(64)));
+    memset(pairs, 0, first / 2 * BESIDE * sizeof *pairs);
+    for (int64_t d = 0; d < D; d += TILE_INPUTS) {
+        const Sums to = {out + d, D * (int64_t)sizeof *out, TILE_LINE};
+        for (int64_t i = first; i < stop; i += 2)
+            interleave(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : none,
+                       pairs + i / 2 * BESIDE);
+        tile_sums((const char *)weight, M, BLOCK, 0, stop, (const char *)pairs, (Share){0}, to, to);
+        order_rows(to.at, D, M);
+    }
+}
+
+/* Add values of the positions from `from` to `stop`, of which those from `dense` on lie where `path` says, weighted
+   for query row `m` of M: as the units would add them. */
+INLINE void mix_path(int64_t m, int64_t M, const bf16 *weight, int64_t from, int64_t stop, int64_t dense,
+                     const int64_t *path, int64_t low, const bf16 *value, int64_t D, float *out) {
+    for (int64_t at = from; at < stop; at += TILE_INPUTS) {
+        const bf16 *own = weight + tile_at(m, M, BLOCK, at / TILE_INPUTS) / 2;
+        const int64_t end = stop - at < TILE_INPUTS ? stop - at : TILE_INPUTS;
+        for (int64_t d = 0; d < D; d += LANES) {
+            vec sum[2] = {{0}, {0}};
+            for (int64_t i = 0; i < end; i++) {
+                const int64_t row = at + i < dense ? at + i : path[at + i] - low;
+                sum[i % 2] += load_half(value + row * D + d) * widened(own[i]);
+            }
+            store(out + d, load(out + d) + (sum[0] + sum[1]));
+        }
+    }
+}
+
+/* Scores by either. */
+INLINE void score_rows(const Pass *p, const int half, int64_t M, Row q, Row key, int64_t tile, float *out,
+                       const char *values) {
+    if (by_units(p, half)) score_units((int)M, q, p->width, key, tile, out, values);
+    else score_tile(half, M, q, p->width, key, tile, NULL, out, values);
+}
+
 /* Scores of the positions of a block that rows of a chunk see by their paths. Nodes of a tree lie close together:
    all rows are scored with all of them, and each takes those of its path. */
 INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int half, Row q, Row key, float *out) {
@@ -304,7 +389,7 @@ INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int ha
     }
     float near[MOST * BLOCK] __attribute__((aligned(64)));
     for (int64_t at = lowest / TILE * TILE; at <= highest; at += TILE) {
-        score_tile(half, c->rows * G, q, D, past(key, spot(at, p->tile, D), half), p->tile, NULL, near, NULL);
+        score_rows(p, half, c->rows * G, q, past(key, spot(at, p->tile, D), half), p->tile, near, NULL);
         for (int64_t m = 0; m < c->rows * G; m++) {
             const Sight *sight = p->sight + c->row + m / G;
             const int64_t *path = p->path + sight->path - dense;
@@ -349,8 +434,11 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
     bf16 half_q[MOST * WIDEST] __attribute__((aligned(64)));
     bf16 half_weight[MOST * BLOCK] __attribute__((aligned(64)));
+    bf16 tiled_q[MOST * WIDEST] __attribute__((aligned(64)));
     Row q = half ? (Row)half_q : full_q, weight = half ? (Row)half_weight : full_weight;
     float *out = p->part + at * D;
+    const int units = by_units(p, half);
+    if (units) cut_tiles((int)M);
 
     /* Columns that some row sees at the place of their position: those from `first` to `last`. */
     int64_t first = listed ? 0 : BLOCK, last = listed;
@@ -361,6 +449,11 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
             if (half) half_q[r * G * D + i] = rounded(from[i] * p->scale);
             else full_q[r * G * D + i] = from[i] * p->scale;
         }
+        for (int64_t g = 0; units && g < G; g++)
+            for (int64_t d = 0; d < D; d += TILE_INPUTS) {
+                const bf16 *own = half_q + (r * G + g) * D + d;
+                memcpy((char *)tiled_q + tile_at(r * G + g, M, D, d / TILE_INPUTS), own, TILE_LINE);
+            }
         if (listed) continue; /* all rows see all of them */
         if (clip(sight->low - low) < first) first = clip(sight->low - low);
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
@@ -372,8 +465,9 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         for (const char *line = from; line < (const char *)past(from, D * TILE, half); line += 64)
             __builtin_prefetch(line, 0, 2);
     }
+    if (units) q = tiled_q;
     for (int64_t i = first; i < last; i += TILE)
-        score_tile(half, M, q, D, past(key, spot(low + i, P, D), half), P, NULL, full_weight + i, past(value, i * D, half));
+        score_rows(p, half, M, q, past(key, spot(low + i, P, D), half), P, full_weight + i, past(value, i * D, half));
     /* Rows that see more by their paths all end at the same `dense`. */
     const int by_path = !listed && p->sight[c->row].length > 0;
     if (by_path) score_paths(p, c, low, half, q, key, full_weight);
@@ -384,11 +478,18 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         if (p->cap > 0) soften(row, p->cap);
         for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
         for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
-        weigh(row, half ? half_weight + m * BLOCK : NULL, p->tops + 2 * (at + m));
+        const int64_t begin = units ? tile_at(m, M, BLOCK, 0) / 2 : m * BLOCK;
+        const int64_t step = units ? (tile_at(m, M, BLOCK, 1) - tile_at(m, M, BLOCK, 0)) / 2 : TILE_INPUTS;
+        weigh(row, half ? half_weight + begin : NULL, step, p->tops + 2 * (at + m));
     }
-    /* What is seen by paths comes behind here, with the last one before it if that is the first of a pair. */
-    if (half && by_path) last = last / 2 * 2;
-    for (int64_t m = 0; m < M; m += TALL) {
+    /* What is seen by paths comes behind here, with those before it that are summed together with it. */
+    const int together = units ? TILE_INPUTS : half ? 2 : 1;
+    if (by_path) last = last / together * together;
+    if (units) {
+        mix_units((int)M, half_weight, first, last, value, D, out);
+        tile_end();
+    }
+    for (int64_t m = 0; !units && m < M; m += TALL) {
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {
 #define PRODUCT(tall)                                                                             \
@@ -409,6 +510,10 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         const Sight *sight = p->sight + c->row + m / G;
         const int64_t dense = sight->dense - low, stop = clip(dense + sight->length);
         const int64_t *path = p->path + sight->path - dense;
+        if (units) {
+            mix_path(m, M, half_weight, last, stop, dense, path, low, value, D, out + m * D);
+            continue;
+        }
         for (int64_t i = half ? clip(dense) / 2 * 2 : clip(dense); i < stop; i += half ? 2 : 1) {
             Row even = past(value, (i < dense ? i : path[i] - low) * D, half);
             Row odd = i + 1 < stop ? past(value, (path[i + 1] - low) * D, half) : NULL;

@@ -661,7 +661,8 @@ INLINE Share share_of(int64_t row, int64_t rows) {
 }
 
 /* Some of many rows times a group: a block of inputs after the other. */
-INLINE void tile_group(const Matrix *m, const char *x, int64_t above, int64_t below, int64_t group, int *cut, Result y) {
+INLINE void tile_group(const Matrix *m, const char *x, int64_t above, int64_t below, int64_t group, int *cut,
+                       Result y) {
     float sums[MANY_TILED * TWO_GROUPS] __attribute__((aligned(64)));
     const int64_t inputs = m->inputs;
     const char *weights = (const char *)m->weights + group * group_bytes(BF16, inputs);
@@ -689,8 +690,8 @@ static __attribute__((noinline)) void tile_many(const Matrix *m, const char *x, 
     tile_end();
 }
 
-/* Of up to TILED rows weights are read once, and memory is all that counts. In one function with the other, one row took
-   1.02. */
+/* Of up to TILED rows weights are read once, and memory is all that counts. In one function with the other, one row
+   took 1.02. */
 static __attribute__((noinline)) void tile_few(const Matrix *m, const char *x, int rows, Result y, int64_t first,
                                                int64_t last) {
     float sums[TILED * TWO_GROUPS] __attribute__((aligned(64)));

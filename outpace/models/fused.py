@@ -43,8 +43,8 @@ _KEPT, _SLACK = 1 << 20, 1 << 14
 """Numbers of memory more than a pass needs, with which it is kept, and with which it is made."""
 _AHEAD = 64
 """Rows by which texts grow before levels are looked at anew."""
-UNIT_ROWS = 24
-"""Query rows of a unit that are aimed at: a key that was read serves them all."""
+UNIT_ROWS = 32
+"""Query rows of a unit at most: a key that was read serves them all."""
 
 
 def attention(

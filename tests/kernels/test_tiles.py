@@ -5,6 +5,7 @@ bfloat16 runs the test.
 """
 
 import ctypes
+import random
 import shutil
 from pathlib import Path
 
@@ -12,8 +13,9 @@ import pytest
 import torch
 
 from outpace.kernels import build, compiled
-from outpace.models import products
+from outpace.models import fused, products
 from outpace.models.products import Product, store_numbers
+from tests.models import test_fused
 from tests.models.test_products import rows
 
 ENOUGH = {"avx512_vnni", "avx512_bf16", "avx512bw"} <= build.features() and compiled.library() is not None
@@ -66,6 +68,25 @@ def test_rows_have_the_same_bits_beside_any_others(outputs, units, monkeypatch):
     assert (code.outpace_tile_adds() > before + KNOWN) == right
     if right and build.needed("amx") <= build.features():
         assert torch.equal(alone[finite], plain[finite]), "the processor adds in the same order"
+
+
+def test_rows_attend_with_the_same_bits_beside_any_others(units, monkeypatch):
+    """As with vectors; and the processor's own units give what those in C give."""
+    code, right = units
+    shape = test_fused.heads(*test_fused.GROUPED)
+    spans, given = test_fused.batch(random.Random(4), 4), []
+    before = code.outpace_tile_adds()
+    for one in (compiled.library(), code):
+        monkeypatch.setattr(fused, "library", lambda one=one: one)
+        cache = test_fused.cache_of(shape, 4, kept=torch.bfloat16, tiled=True)
+        attend = fused.FusedAttention(cache, spans, 200, shape, frozenset({50}), torch.float32)
+        test_fused.fill(attend)
+        given.append(attend(1, 50))
+    assert (code.outpace_tile_adds() > before + KNOWN) == right
+    torch.testing.assert_close(*given, atol=2e-2, rtol=0)
+    own = build.needed("amx") <= build.features()
+    assert torch.equal(*given) == (own == right)
+    test_fused.test_a_row_gets_the_same_bits_whatever_is_beside_it(torch.bfloat16)
 
 
 def test_inputs_that_fill_no_tile_are_multiplied_without(units, monkeypatch):
