@@ -664,12 +664,12 @@ INLINE Share share_of(int64_t row, int64_t rows) {
 INLINE void tile_group(const Matrix *m, const char *x, int64_t above, int64_t below, int64_t group, int *cut,
                        Result y) {
     float sums[MANY_TILED * TWO_GROUPS] __attribute__((aligned(64)));
-    const int64_t inputs = m->inputs;
+    const int64_t inputs = m->inputs, block = tile_block(inputs);
     const char *weights = (const char *)m->weights + group * group_bytes(BF16, inputs);
     /* Where nothing is left to do, the units write results where they belong. */
     const int plain = !m->bias && !y.half && (y.own || !outpace_apart) && (group + 1) * TWO_GROUPS <= m->outputs;
     for (int64_t from = 0, to; from < inputs; from = to) {
-        to = inputs - from < TILE_BLOCK ? inputs : from + TILE_BLOCK;
+        to = inputs - from < block ? inputs : from + block;
         for (int64_t row = above, tall; row < below; row += tall) {
             tall = below - row < TILED ? below - row : TILED;
             if (tall != *cut) cut_tiles(*cut = (int)tall);
