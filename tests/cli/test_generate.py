@@ -1,3 +1,4 @@
+import gc
 import json
 
 import pytest
@@ -31,6 +32,15 @@ def _nothing_disturbs(monkeypatch):
 def answer(ran):
     assert ran.code == 0, ran.err
     return json.loads(ran.out)
+
+
+def test_searches_for_garbage_leave_out_what_was_loaded(outpace):
+    gc.unfreeze()
+    try:
+        answer(outpace(*TINY, "--json", PROMPT))
+        assert gc.get_freeze_count() > 0
+    finally:
+        gc.unfreeze()
 
 
 def test_json_has_the_words_of_the_glossary(outpace):
