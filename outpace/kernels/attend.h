@@ -111,20 +111,19 @@ INLINE ivec pair_lanes(const bf16 *even, const bf16 *odd) {
     return lower | (__builtin_convertvector(*(const hvec *)odd, ivec) << 16);
 }
 
-/* TILE of them. With DOTS in the order in which it takes least: of 32 numbers the first vector has
+/* Two vectors of them. With DOTS in the order in which it takes least: of 32 numbers the first vector has
    0 to 3, 8 to 11, 16 to 19 and 24 to 27, the second one those between. */
-INLINE void pair_tile(const bf16 *even, const bf16 *odd, ivec *pairs) {
+INLINE void pair_two(const bf16 *even, const bf16 *odd, ivec *pairs) {
 #ifdef DOTS
-    for (int n = 0; n < WIDE; n += 2) {
-        const __m512i a = _mm512_loadu_si512(even + n * LANES);
-        const __m512i b = odd ? _mm512_loadu_si512(odd + n * LANES) : _mm512_setzero_si512();
-        pairs[n] = (ivec)_mm512_unpacklo_epi16(a, b);
-        pairs[n + 1] = (ivec)_mm512_unpackhi_epi16(a, b);
-    }
+    const __m512i a = _mm512_loadu_si512(even), b = odd ? _mm512_loadu_si512(odd) : _mm512_setzero_si512();
+    pairs[0] = (ivec)_mm512_unpacklo_epi16(a, b);
+    pairs[1] = (ivec)_mm512_unpackhi_epi16(a, b);
 #else
-    for (int n = 0; n < WIDE; n++)
-        pairs[n] = pair_lanes(even + n * LANES, odd ? odd + n * LANES : NULL);
+    for (int n = 0; n < 2; n++) pairs[n] = pair_lanes(even + n * LANES, odd ? odd + n * LANES : NULL);
 #endif
+}
+INLINE void pair_tile(const bf16 *even, const bf16 *odd, ivec *pairs) {
+    for (int n = 0; n < WIDE; n += 2) pair_two(even + n * LANES, odd ? odd + n * LANES : NULL, pairs + n);
 }
 
 /* Store what comes of two vectors of a tile of pairs, in order. */
@@ -296,23 +295,14 @@ INLINE void score_tile(const int half, int64_t M, Row q, int64_t D, Row key, int
 
 INLINE int by_units(const Pass *p, const int half) { return half && p->width % TILE_INPUTS == 0 && has_tiles(); }
 
-/* Numbers of two rows side by side, 32 of each, in the order of `pair_tile`; and results in order again. */
-INLINE void interleave(const bf16 *even, const bf16 *odd, bf16 *to) {
-#ifdef DOTS
-    const __m512i a = _mm512_loadu_si512(even), b = _mm512_loadu_si512(odd);
-    _mm512_storeu_si512(to, _mm512_unpacklo_epi16(a, b));
-    _mm512_storeu_si512(to + TILE_INPUTS, _mm512_unpackhi_epi16(a, b));
-#else
-    for (int i = 0; i < TILE_INPUTS; i++) to[2 * i] = even[i], to[2 * i + 1] = odd[i];
-#endif
-}
+/* Results of such pairs in order again. */
 INLINE void order_rows(float *out, int64_t stride, int64_t rows) {
     for (int64_t m = 0; m < rows; m++, out += stride) {
         const vec pair[2] = {load(out), load(out + LANES)};
         order_pair(out, pair);
     }
 }
-enum { BESIDE = 2 * TILE_INPUTS }; /* numbers that it writes */
+enum { BESIDE = 2 * TILE_INPUTS }; /* numbers of two vectors of pairs */
 
 /* Scores of M query rows, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are asked for
    as in `score`. */
@@ -324,7 +314,7 @@ static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t 
         for (int64_t d = 0; d < D; d += 2) {
             for (int n = 0; values && n < 4 * TILE_INPUTS; n += CACHE_LINE) __builtin_prefetch(values + n, 0, 2);
             if (values) values += 4 * TILE_INPUTS;
-            interleave(key + d * tile + i, key + (d + 1) * tile + i, pairs + d / 2 * BESIDE);
+            pair_two(key + d * tile + i, key + (d + 1) * tile + i, (ivec *)(pairs + d / 2 * BESIDE));
         }
         tile_sums((const char *)q, M, D, 0, D, (const char *)pairs, (Share){0}, to, to);
         order_rows(to.at, BLOCK, M);
@@ -342,8 +332,8 @@ static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64
     for (int64_t d = 0; d < D; d += TILE_INPUTS) {
         const Sums to = {out + d, D * (int64_t)sizeof *out, TILE_LINE};
         for (int64_t i = first; i < stop; i += 2)
-            interleave(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : none,
-                       pairs + i / 2 * BESIDE);
+            pair_two(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL,
+                     (ivec *)(pairs + i / 2 * BESIDE));
         tile_sums((const char *)weight, M, BLOCK, 0, stop, (const char *)pairs, (Share){0}, to, to);
         order_rows(to.at, D, M);
     }
@@ -354,7 +344,7 @@ static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64
 INLINE void mix_path(int64_t m, int64_t M, const bf16 *weight, int64_t from, int64_t stop, int64_t dense,
                      const int64_t *path, int64_t low, const bf16 *value, int64_t D, float *out) {
     for (int64_t at = from; at < stop; at += TILE_INPUTS) {
-        const bf16 *own = weight + tile_at(m, M, BLOCK, at / TILE_INPUTS) / 2;
+        const bf16 *own = weight + tile_at(m, M, BLOCK, at / TILE_INPUTS);
         const int64_t end = stop - at < TILE_INPUTS ? stop - at : TILE_INPUTS;
         for (int64_t d = 0; d < D; d += LANES) {
             vec sum[2] = {{0}, {0}};
@@ -434,7 +424,6 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
     bf16 half_q[MOST * WIDEST] __attribute__((aligned(64)));
     bf16 half_weight[MOST * BLOCK] __attribute__((aligned(64)));
-    bf16 tiled_q[MOST * WIDEST] __attribute__((aligned(64)));
     Row q = half ? (Row)half_q : full_q, weight = half ? (Row)half_weight : full_weight;
     float *out = p->part + at * D;
     const int units = by_units(p, half);
@@ -445,15 +434,14 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     for (int64_t r = 0; r < c->rows; r++) {
         const Sight *sight = p->sight + c->row + r;
         const float *from = p->head + ((c->row + r) * heads + head * G) * D;
-        for (int64_t i = 0; i < G * D; i++) {
-            if (half) half_q[r * G * D + i] = rounded(from[i] * p->scale);
-            else full_q[r * G * D + i] = from[i] * p->scale;
-        }
-        for (int64_t g = 0; units && g < G; g++)
-            for (int64_t d = 0; d < D; d += TILE_INPUTS) {
-                const bf16 *own = half_q + (r * G + g) * D + d;
-                memcpy((char *)tiled_q + tile_at(r * G + g, M, D, d / TILE_INPUTS), own, TILE_LINE);
+        for (int64_t i = 0; i < G * D; i += LANES) {
+            const int64_t m = r * G + i / D, d = i % D;
+            const int64_t to = units ? tile_at(m, M, D, d / TILE_INPUTS) + d % TILE_INPUTS : m * D + d;
+            for (int64_t n = 0; n < LANES; n++) {
+                if (half) half_q[to + n] = rounded(from[i + n] * p->scale);
+                else full_q[to + n] = from[i + n] * p->scale;
             }
+        }
         if (listed) continue; /* all rows see all of them */
         if (clip(sight->low - low) < first) first = clip(sight->low - low);
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
@@ -465,7 +453,6 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         for (const char *line = from; line < (const char *)past(from, D * TILE, half); line += 64)
             __builtin_prefetch(line, 0, 2);
     }
-    if (units) q = tiled_q;
     for (int64_t i = first; i < last; i += TILE)
         score_rows(p, half, M, q, past(key, spot(low + i, P, D), half), P, full_weight + i, past(value, i * D, half));
     /* Rows that see more by their paths all end at the same `dense`. */
@@ -478,8 +465,8 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         if (p->cap > 0) soften(row, p->cap);
         for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
         for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
-        const int64_t begin = units ? tile_at(m, M, BLOCK, 0) / 2 : m * BLOCK;
-        const int64_t step = units ? (tile_at(m, M, BLOCK, 1) - tile_at(m, M, BLOCK, 0)) / 2 : TILE_INPUTS;
+        const int64_t begin = units ? tile_at(m, M, BLOCK, 0) : m * BLOCK;
+        const int64_t step = units ? tile_at(m, M, BLOCK, 1) - begin : TILE_INPUTS;
         weigh(row, half ? half_weight + begin : NULL, step, p->tops + 2 * (at + m));
     }
     /* What is seen by paths comes behind here, with those before it that are summed together with it. */

@@ -813,8 +813,7 @@ INLINE void prepare_span(const Matrix *m, const float *from, int64_t rows, int64
     } else if (in_halves((int)m->kind)) {
         bf16 line[SPAN];
         for (int n = 0; n < SPAN; n++) line[n] = rounded(from[n]);
-        const int64_t place = in_tiles(m) ? tile_at(row, rows, m->inputs, block) : at * (int64_t)sizeof *line;
-        publish((char *)operands + place, line);
+        publish((bf16 *)operands + (in_tiles(m) ? tile_at(row, rows, m->inputs, block) : at), line);
     } else {
         publish((float *)operands + at, from), publish((float *)operands + at + SPAN / 2, from + SPAN / 2);
     }

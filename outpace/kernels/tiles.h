@@ -80,10 +80,11 @@ static inline void fetch_tiles(const char *from, Share share) {
     for (int i = share.from; i < share.to; i += TILE_LINE) __builtin_prefetch(from + TILES_FETCHED + i, 0, 2);
 }
 
-/* Rows as tiles want them: of each 16 rows, 32 inputs of all of them, then the next 32. Where those of a row are. */
+/* Rows as tiles want them: of each 16 rows, 32 inputs of all of them, then the next 32. Where those of a row are, in
+   numbers. */
 static inline int64_t tile_at(int64_t row, int64_t rows, int64_t inputs, int64_t block) {
     const int64_t above = row / TILE_ROWS * TILE_ROWS, high = rows - above < TILE_ROWS ? rows - above : TILE_ROWS;
-    return above * inputs * 2 + (block * high + row - above) * TILE_LINE;
+    return above * inputs + (block * high + row - above) * TILE_INPUTS;
 }
 
 /* Rows and weights of so many inputs at most are read together: those of two groups and TILED rows fit into the first
@@ -144,7 +145,7 @@ static int tiles_right(void) {
 #define W_AT(i, output) (((i) * 2 + (output) * 3 + (i) / 5) % 7)
     for (int row = 0; row < ROWS; row++)
         for (int i = 0; i < INPUTS; i++)
-            x[tile_at(row, ROWS, INPUTS, i / TILE_INPUTS) / 2 + i % TILE_INPUTS] = numbers[X_AT(row, i)];
+            x[tile_at(row, ROWS, INPUTS, i / TILE_INPUTS) + i % TILE_INPUTS] = numbers[X_AT(row, i)];
     for (int i = 0; i < INPUTS; i++)
         for (int output = 0; output < OUTPUTS; output++) weights[i / 2][output][i % 2] = numbers[W_AT(i, output)];
     cut_tiles(ROWS);

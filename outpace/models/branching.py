@@ -246,7 +246,7 @@ class _Memory:
             bytes=level.bytes // rows,
             gathered=self._gathered.address,
             stride=level.columns,
-            tall=max(1, UNIT_ROWS // level.heads.group),
+            tall=UNIT_ROWS // level.heads.group,
             window=self._window.buffer_info()[0],
             position=self.position.buffer_info()[0],
             id=self.ids.buffer_info()[0],

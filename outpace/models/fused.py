@@ -38,13 +38,13 @@ _CHUNK, _CHOICE, _LOOK = 14, 20, 16
 """Numbers of a ``Chunk`` and of a ``Choice`` of attend.h, and of a ``Look`` of see.h."""
 _NO_VIEW, _NO_TREE = (0,) * 7, (0,) * 2
 """Of those of a ``Look``."""
-_MOST, _WIDEST = 32, 256
+_WIDEST = 256
 _KEPT, _SLACK = 1 << 20, 1 << 14
 """Numbers of memory more than a pass needs, with which it is kept, and with which it is made."""
 _AHEAD = 64
 """Rows by which texts grow before levels are looked at anew."""
 UNIT_ROWS = 32
-"""Query rows of a unit at most: a key that was read serves them all."""
+"""Query rows of a unit at most, as in attend.h: a key that was read serves them all."""
 
 
 def attention(
@@ -75,7 +75,7 @@ def fits(shape: HeadShape, dtype: torch.dtype, device: torch.device) -> bool:
     return (
         device.type == "cpu"
         and dtype in DTYPES
-        and shape.group <= _MOST
+        and shape.group <= UNIT_ROWS
         and shape.width <= _WIDEST
         and shape.width % LANES == 0
         and library() is not None
@@ -203,7 +203,7 @@ class View:
         """
         shape, told, layout = self._shape, self.told, cache.layout
         self._held, self._levels = [], ()
-        tall = 1 if levels else max(1, UNIT_ROWS // shape.group)
+        tall = 1 if levels else UNIT_ROWS // shape.group
         self.looks = self._looks(spans, cache)
         rows = paths = chunks = units = widest = 0
         viewed = bool(self._choice)
