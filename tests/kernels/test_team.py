@@ -48,6 +48,41 @@ int64_t outpace_try(const int64_t *pieces, int64_t tasks, int64_t *done, int64_t
     return run_tasks(task, tasks, &seen, threads);
 }
 int64_t outpace_slept(void) { return slept; }
+
+static Host real;
+static _Atomic int64_t lists;
+static void counted(void (*work)(void *), void *list, unsigned threads, unsigned flags) {
+    lists++;
+    real(work, list, threads, flags);
+}
+
+/* Two pieces of a task meet if one that waits awake sees the other begin. Then they run at once, and the
+   second ends 5 us after the first. */
+typedef struct { _Atomic int64_t here, met; } Meeting;
+static void meet(const void *context, const void *self, int64_t piece) {
+    Meeting *m = (Meeting *)context;
+    const int64_t here = atomic_fetch_add(&m->here, 1) + 1, first = here % 2;
+    const int64_t end = now_ns() + 20000;
+    while (first && m->here == here && now_ns() < end) relax();
+    if (first && m->here > here && now_ns() < end && lists == 1) m->met++;
+    for (int64_t until = now_ns() + 5000 * (1 + piece); now_ns() < until;) relax();
+}
+
+void outpace_learn(int64_t heard, int64_t delay) {
+    List list = {.heard = heard, .delay = delay};
+    learn(&list, 2, 0, 1);
+}
+
+/* How many of so many tasks had pieces that met, on two threads and in the first list, which may be cut. */
+int64_t outpace_meet(int64_t tasks) {
+    Task task[4096];
+    Meeting m = {0};
+    for (int64_t i = 0; i < tasks; i++) task[i] = (Task){meet, NULL, 2};
+    real = host, host = counted, lists = 0;
+    run_tasks(task, tasks, &m, 2);
+    host = real;
+    return m.met;
+}
 """
 PIECES = [1, 0, 40, 1, 1, 7, 0, 300, 2, 1]
 
@@ -77,6 +112,9 @@ def team(tmp_path_factory):
         return used, list(done)[: sum(pieces)], list(order)[: sum(pieces)]
 
     run.threads, run.slept = code.outpace_threads, code.outpace_slept
+    code.outpace_meet.argtypes, code.outpace_meet.restype = [ctypes.c_int64], ctypes.c_int64
+    code.outpace_learn.argtypes, code.outpace_learn.restype = [ctypes.c_int64] * 2, None
+    run.meet, run.learn = code.outpace_meet, code.outpace_learn
     run.apart = ctypes.c_int.in_dll(code, "outpace_apart")
     return run
 
@@ -140,16 +178,28 @@ def test_who_was_late_takes_part_in_what_is_left_of_a_long_list(team):
     reason="one core runs no two threads at once",
 )
 def test_a_team_learns_whether_its_threads_share_a_cache(team):
-    """Two pieces of 5 us a task, so that whoever ends first hears of the next one. The first list of a thread
-    is listened to. It takes 20 ms, so that a busy system lets both threads run at once for a part of it.
+    """Whoever waits hears of the next task if both threads run at once. The first list of a thread is
+    listened to. The system may run the two by turns for long: then there is nothing to hear.
     """
     team.apart.value = -1
 
-    def heard():
-        team([2] * 4000, 2)
-        return team.apart.value in (0, 1)
+    def often():
+        return team.meet(4000) > 64
 
-    until(lambda: in_a_thread(heard))
+    try:
+        until(lambda: in_a_thread(often))
+    except AssertionError:
+        pytest.skip("the system runs no two threads at once")
+    assert team.apart.value in (0, 1)
+
+
+@pytest.mark.parametrize("far", [False, True])
+def test_caches_are_apart_where_hearing_takes_long(team, far):
+    team.apart.value = -1
+    team.learn(15, 15 * 10_000)
+    assert team.apart.value == -1  # so few may be chance
+    team.learn(16, 16 * (450 if far else 250))
+    assert team.apart.value == far
 
 
 def test_two_threads_have_teams_of_their_own(team):
