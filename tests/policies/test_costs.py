@@ -30,7 +30,7 @@ def record(
     made = [RowRecord(i, drafter, rows, 0, (0,), rows, False, None, uncached) for i in range(batch)]
     seconds = {"plan": 0.0, "draft": draft, "score": score, "judge": rest, "commit": 0.0}
     return StepRecord(
-        0, tuple(made), seconds, batch * rows, draft_levels=levels, prompt=prompt, context=context
+        0, tuple(made), seconds, batch * rows, draft_levels=levels, prompt_rows=int(prompt), context=context
     )
 
 
