@@ -22,7 +22,7 @@ from outpace.step import step
 _MOST_CHUNKS = 4
 """Chunks of one pass: so many while nobody decodes, and at most so many otherwise."""
 _IN_A_ROW = 7
-"""Steps in a row that prompts take part in. Policies learn prices from the next one."""
+"""Steps in a row that prompts take part in. The next one tells policies what prompts cost."""
 
 
 class Scheduler:
