@@ -67,7 +67,7 @@ class StepRecord:
     prompt_rows: int = 0
     """Rows of prompts among those of the pass."""
     context: int = 0
-    """Longest text among the sequences, tokens; see ``Load``."""
+    """Longest text among the sequences that decode, else among the prompts, tokens; see ``Load``."""
     preview_seconds: float = 0.0
     """Seconds of plan in which lookups made the drafts that the policy is shown."""
 

@@ -250,7 +250,7 @@ def _report(
     passed = sum(len(p.feed.token_J) if p.view is None else p.draft.num_rows for p in parts)
     spent = clock.seconds, passed, clock.passes, clock.draft_levels
     read = sum(len(p.feed.token_J) for p in parts if p.view is None)
-    context = max([len(p.row.tokens) for p in parts])
+    context = max([len(p.row.tokens) for p in [p for p in parts if p.view is not None] or parts])
     record = StepRecord(machine.steps - 1, tuple(records), *spent, read, context, clock.preview)
     for listener in machine.listeners:
         listener(record)
