@@ -41,6 +41,7 @@ BEYOND = (
     "tools and ",
     "answers are not continued",
     "messages is empty",
+    "messages has no text",
     "input is empty",
     "the prompt is empty",
     "no token may be generated",
