@@ -64,17 +64,12 @@ class StepRecord:
     the target in score."""
     draft_levels: int = 0
     """Passes of drafters' models in the verb draft."""
-    prompt_rows: int = 0
-    """Rows of prompts among those of the pass."""
+    prompt: bool = False
+    """Whether the step fed prompts."""
     context: int = 0
-    """Longest text among the sequences that decode, else among the prompts, tokens; see ``Load``."""
+    """Longest text among the sequences, tokens; see ``Load``."""
     preview_seconds: float = 0.0
     """Seconds of plan in which lookups made the drafts that the policy is shown."""
-
-    @property
-    def prompt(self) -> bool:
-        """Whether the step fed prompts."""
-        return self.prompt_rows > 0
 
 
 @lru_cache(1024)

@@ -7,7 +7,7 @@
     COMMIT  caches, sequences, drafters and policy advance past what was emitted
 
 Plain decoding is the empty draft, and a chain is a tree of width one. A batch is the only case. A
-prompt is a draft whose tokens are already decided. There is no second path through this file.
+prompt is a pass whose tokens are already decided. There is no second path through this file.
 """
 
 from __future__ import annotations
@@ -24,21 +24,15 @@ from outpace.sampling import laws_of_batch
 from outpace.types import NOTHING, Draft, Feed, Load, Outcome, Plan, RowRecord, Scored, StepRecord, Verdict
 
 
-def step(
-    machine: Machine, rows: Sequence[StepSequence], reading: Sequence[tuple[StepSequence, int]] = ()
-) -> list[Outcome]:
+def step(machine: Machine, rows: Sequence[StepSequence]) -> list[Outcome]:
     """Advance every row by one pass of the target.
 
     Args:
         machine: target, cache, drafters, policy; the rows bring their verifiers.
         rows: sequences whose prompts are committed but for the pending token.
-        reading: sequences that read their prompts in the same pass, and how many of its tokens the
-            cache holds then. Where a prompt ends one token is emitted. A sequence that is read up to
-            its pending token emits nothing, and goes on among ``rows``.
 
     Returns:
-        One outcome per row, then per prompt, without those that failed; prompts have ``forced``
-        ones. Their ``scored`` is valid until the next pass.
+        One outcome per row, without those that failed. Its ``scored`` is valid until the next pass.
 
     Raises:
         Exception: before COMMIT no row has changed, and the step may be run again. If ``observe``,
@@ -48,23 +42,50 @@ def step(
     holds before and after. A row whose own part breaks, from its verdict to its commit, fails alone.
     """
     clock = StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
-    parts = _drafted(machine, rows, clock) if rows else []
-    parts += [_piece(row, machine.cache.length(row.slot), end) for row, end in reading]
-    taps = machine.taps([part.row for part in parts])
-    scored = machine.target.score([part.feed for part in parts], machine.cache, taps=taps)
-    for i, part in enumerate(parts[len(rows) :], len(rows)):
+    plans, views, made_B = _plan(machine, rows, clock)
+    clock.lap("plan")
+    uncached_B = [
+        machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
+        if plan.budget.max_nodes
+        else 0
+        for row, plan in zip(rows, plans, strict=True)
+    ]
+    drafts = draft(machine, rows, plans, made_B)
+    clock.lap("draft")
+    parts = [
+        _Part(row, Feed.tree(row.slot, row.tokens[-1], one), len(row.tokens) - 1, plan, one, view, n)
+        for row, plan, one, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
+    ]
+    return _pass(machine, parts, _score(machine, parts), clock)
+
+
+def prefill(
+    machine: Machine, rows: Sequence[StepSequence], ends: Sequence[int] | None = None
+) -> list[Outcome]:
+    """Feed every row the next chunk of its prompt; a row whose prompt ends emits one token.
+
+    Args:
+        rows: sequences whose tokens are all given; the cache holds a prefix of each.
+        ends: how many tokens of each row are then committed; None: ``machine.chunk`` more. A row
+            that is read up to its pending token only emits nothing, and goes on with ``step``.
+
+    Returns:
+        One outcome per row, ``forced``; ``emitted`` is empty while the prompt goes on.
+    """
+    clock = StepClock(machine.target.clock, [one.clock for one in machine.drafters.values()])
+    parts = []
+    for i, row in enumerate(rows):
+        start = machine.cache.length(row.slot)
+        end = start + machine.chunk if ends is None else ends[i]
+        chunk = row.tokens[start:end]
+        last = (len(chunk) - 1,) if start + len(chunk) == len(row.tokens) else ()
+        feed = Feed.chain(row.slot, chunk, want=None if row.read_prompt else last)
+        parts.append(_Part(row, feed, start, ends=bool(last)))
+    scored = _score(machine, parts)
+    for i, part in enumerate(parts):
         if part.row.read_prompt:
             part.row.read_prompt(part.start, scored.of(i).logits_TV)
-    scored = scored.last([part.judged for part in parts])
-    clock.lap("score")
-    verdicts = _judge(machine, parts, scored)
-    clock.lap("judge")
-    outcomes = _commit(machine, parts, scored, verdicts)
-    _observe(machine, parts, outcomes)
-    _learn(machine, parts, outcomes)
-    clock.lap("commit")
-    _report(machine, parts, outcomes, clock)
-    return list(outcomes.values())
+    return _pass(machine, parts, scored.last([part.ends for part in parts]), clock)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,11 +104,6 @@ class _Part:
     ends: bool = True
     """Whether a token follows; not while a prompt goes on."""
 
-    @property
-    def judged(self) -> int:
-        """Rows whose logits decide what is emitted, its last ones."""
-        return int(self.ends) if self.view is None else len(self.feed.token_J)
-
     def outcome(self, scored: Scored, verdict: Verdict) -> Outcome:
         """Cut the verdict, and say which tokens enter the cache."""
         verdict = self.row.cut(verdict) if self.ends else verdict
@@ -100,30 +116,22 @@ class _Part:
         return Outcome(self.draft, scored, verdict, fed, kept, self.start, drafter=self.plan.drafter)
 
 
-def _drafted(machine: Machine, rows: Sequence[StepSequence], clock: StepClock) -> list[_Part]:
-    """PLAN and DRAFT."""
-    plans, views, made_B = _plan(machine, rows, clock)
-    clock.lap("plan")
-    uncached_B = [
-        machine.drafters[plan.drafter].num_uncached(row.members[plan.drafter].state, row.tokens)
-        if plan.budget.max_nodes
-        else 0
-        for row, plan in zip(rows, plans, strict=True)
-    ]
-    drafts = draft(machine, rows, plans, made_B)
-    clock.lap("draft")
-    return [
-        _Part(row, Feed.tree(row.slot, row.tokens[-1], one), len(row.tokens) - 1, plan, one, view, n)
-        for row, plan, one, view, n in zip(rows, plans, drafts, views, uncached_B, strict=True)
-    ]
+def _score(machine: Machine, parts: Sequence[_Part]) -> Scored:
+    taps = machine.taps([part.row for part in parts])
+    return machine.target.score([part.feed for part in parts], machine.cache, taps=taps)
 
 
-def _piece(row: StepSequence, start: int, end: int) -> _Part:
-    """Tokens of a prompt."""
-    tokens = row.tokens[start:end]
-    last = (len(tokens) - 1,) if end >= len(row.tokens) else ()
-    feed = Feed.chain(row.slot, tokens, want=None if row.read_prompt else last)
-    return _Part(row, feed, start, ends=bool(last))
+def _pass(machine: Machine, parts: Sequence[_Part], scored: Scored, clock: StepClock) -> list[Outcome]:
+    """JUDGE and COMMIT, for drafts and for tokens that are decided."""
+    clock.lap("score")
+    verdicts = _judge(machine, parts, scored)
+    clock.lap("judge")
+    outcomes = _commit(machine, parts, scored, verdicts)
+    _observe(machine, parts, outcomes)
+    _learn(machine, parts, outcomes)
+    clock.lap("commit")
+    _report(machine, parts, outcomes, clock)
+    return list(outcomes.values())
 
 
 def _plan(
@@ -249,8 +257,7 @@ def _report(
         records.append(RowRecord(part.row.number, seen.drafter, *counts, part.plan.choice, part.num_uncached))
     passed = sum(len(p.feed.token_J) if p.view is None else p.draft.num_rows for p in parts)
     spent = clock.seconds, passed, clock.passes, clock.draft_levels
-    read = sum(len(p.feed.token_J) for p in parts if p.view is None)
-    context = max([len(p.row.tokens) for p in [p for p in parts if p.view is not None] or parts])
-    record = StepRecord(machine.steps - 1, tuple(records), *spent, read, context, clock.preview)
+    prompt, context = all(p.view is None for p in parts), max([len(p.row.tokens) for p in parts])
+    record = StepRecord(machine.steps - 1, tuple(records), *spent, prompt, context, clock.preview)
     for listener in machine.listeners:
         listener(record)

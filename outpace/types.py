@@ -389,13 +389,13 @@ class Scored:
         part = self.logits_TV[lo:hi]
         return Scored(part, (0, hi - lo), taps, tap_start, *riders, rider_start, lasting=self.lasting)
 
-    def last(self, count_B: Sequence[int]) -> Scored:
-        """With the logits of so many rows of each feed alone, its last ones."""
-        if sum(count_B) == self.start_B[-1]:
+    def last(self, ending: Sequence[bool]) -> Scored:
+        """With the last row alone of every feed that ends, and no other logits."""
+        kept = [stop - 1 for stop, end in zip(self.start_B[1:], ending, strict=True) if end]
+        if len(kept) == self.start_B[-1]:
             return self
-        ends = zip(self.start_B[1:], count_B, strict=True)
-        kept = [row for stop, count in ends for row in range(stop - count, stop)]
-        return replace(self, logits_TV=self.logits_TV[kept], start_B=(0, *accumulate(count_B)), best=None)
+        starts = (0, *accumulate(map(int, ending)))
+        return replace(self, logits_TV=self.logits_TV[kept], start_B=starts, best=None)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

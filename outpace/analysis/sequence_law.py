@@ -31,7 +31,7 @@ from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.policies.base import Evidence, Policy, PolicyRow, within
 from outpace.sampling import Warp
-from outpace.step import step
+from outpace.step import prefill, step
 from outpace.tree.growth import Branch, DraftRow
 from outpace.tree.shapes import CHAIN, parse_shape, widths
 from outpace.types import (
@@ -254,7 +254,8 @@ class _Teller:
             step(machine, [row])
         else:
             cache.truncate(self.slot, 0)
-            step(machine, [], [(row, len(_PROMPT))])
+            while len(row.tokens) == len(_PROMPT):
+                prefill(machine, [row])
         assert cache.ids(self.slot) == row.tokens[:-1]
         pending = len(row.tokens) - 1
         live = frozenset((coin, at) for coin, at in fate.known.items() if coin[3] >= pending)

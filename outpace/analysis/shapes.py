@@ -3,7 +3,7 @@
     steps    1 to max_batch sequences, plain, with chains and with trees of guesses; their texts
              end on both sides of the edges of a page
     prompts  read in pieces around a page, a chunk and all the chunks of a pass, alone, beside
-             another prompt, beside steps, and behind a page that was copied
+             another prompt, and behind a page that was copied
 
 Every row is compared with the same row in a pass of its own. If all are equal, an answer of the
 server is the answer that its request would get alone, whoever else is served.
@@ -148,7 +148,7 @@ def _readings(target: Target, serving: Serving) -> list[tuple[int, str]]:
     page, chunk, most = serving.page, serving.chunk, serving.chunk * serving.chunks
     sizes = {page - 1, page, page + 1, chunk // 2, chunk - 1, chunk, most - 1, most}
     sizes = {n for n in sizes if 0 < n <= min(most, _longest(target, serving))}
-    ways = ["alone", "beside another", "beside steps"]
+    ways = ["alone", "beside another"]
     if target.new_cache().copies:
         ways.append("behind a copied page")
     return list(product(sorted(sizes), ways))
@@ -270,8 +270,7 @@ class _Check:
 
     def read(self, size: int, way: str) -> None:
         """Check the reading of a prompt, piece by piece."""
-        most, beside = self.serving.chunk * self.serving.chunks, way == "beside steps"
-        cache = self._batch if beside else self.target.new_cache()
+        most, cache = self.serving.chunk * self.serving.chunks, self.target.new_cache()
         texts = self.texts if way == "beside another" else self.texts[:1]
         slots = [cache.open() for _ in texts]
         if way == "behind a copied page":
@@ -284,17 +283,10 @@ class _Check:
                     want = (len(piece) - 1,) if ends else ()
                     feeds.append(Feed.chain(slot, text[piece.start : piece.stop], want=want))
                     paths.append([text[: n + 1] for n in piece])
-            others = zip(self._slots, _GUESSES, strict=False) if beside else ()
-            steps = [_chain(*one, more) for one, more in others]
-            found = _rows(self.target, [*(feed for feed, _ in steps), *feeds], cache)
-            for feed, _ in steps:
-                cache.drop(feed.slot)
+            found = _rows(self.target, feeds, cache)
             for feed in feeds:
                 cache.keep(feed.slot, range(len(feed.token_J)))
-            paths = [*(ids for _, ids in steps), *paths]
             self._compare(self.prompts, f"chunks of {size}, {way}", found, paths)
-        for slot in slots if beside else ():
-            cache.close(slot)
 
     def _compare(
         self, tally: RowTally, shape: str, found: list[list[_Outputs]], paths: list[list[Ids]]

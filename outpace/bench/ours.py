@@ -125,7 +125,7 @@ class Watch:
 
     def __call__(self, record: StepRecord) -> None:
         before, self.last = self.last, time.perf_counter()
-        if record.prompt_rows == record.passed_rows:
+        if record.prompt:
             return
         self.steps.append(self.last - before)
         if len(record.rows) == self._count and all(row.emitted for row in record.rows):

@@ -3,9 +3,9 @@
     prefill   a chunk of prompt tokens, at least half of it of the prompt that came first
     decode    a step of all sequences whose prompt is in the cache
 
-One pass does both, so weights are read once. Where rows depend on their neighbours to the last bit,
-the two alternate. Either way a long prompt delays the others by one chunk per step. The chunk grows
-with the tokens that a step brings, up to 4 times: otherwise drafts would starve the queue.
+The two alternate, so a long prompt delays the others by one chunk per step. The chunk grows with the
+tokens that a step brings, up to 4 times: otherwise drafts would starve the queue. Prefill has passes
+of its own, because results of small passes do not depend on their neighbours to the last bit.
 """
 
 from __future__ import annotations
@@ -17,12 +17,10 @@ import torch
 
 from outpace.engine.sequence import ActiveSequence
 from outpace.machine import Machine
-from outpace.step import step
+from outpace.step import prefill, step
 
 _MOST_CHUNKS = 4
-"""Chunks of one pass: so many while nobody decodes, and at most so many otherwise."""
-_IN_A_ROW = 7
-"""Steps in a row that prompts take part in. The next one tells policies what prompts cost."""
+"""Chunks of one prefill pass: so many while nobody decodes, and at most so many otherwise."""
 
 
 class Scheduler:
@@ -39,8 +37,7 @@ class Scheduler:
         self.machine = machine
         self.active: list[ActiveSequence] = []
         """Sequences that are not finished, in the order in which they joined."""
-        self._in_a_row = 0
-        """Passes over prompts since the last one without."""
+        self._turn_to_read = True
         self._emitted = 1.0
         """Tokens per sequence that the last step brought."""
 
@@ -61,17 +58,19 @@ class Scheduler:
             passes every sequence is consistent, so it is safe to stop for good.
         """
         reading, decoding = self._parts()
-        together = self.machine.target.equal_rows
-        if decoding and self._in_a_row >= (_IN_A_ROW if together else 1):
-            reading = []
-        self._in_a_row = self._in_a_row + 1 if reading else 0
-        return self._pass([] if reading and not together else decoding, reading, self._most(decoding))
+        if reading and (self._turn_to_read or not decoding):
+            self._turn_to_read = False
+            return self._read(reading, self._most(decoding))
+        self._turn_to_read = True
+        return self._run(decoding)
 
     def advance_one(self, row: ActiveSequence) -> None:
         """Run one pass for one sequence alone."""
         self._wake(row)  # the pass that read the last of its text may have failed behind its commit
-        reading = [row] if row.reading else []
-        self._pass([] if reading else [row], reading, self.machine.chunk)
+        if row.reading:
+            self._read([row], self.machine.chunk)
+        else:
+            self._run([row])
 
     @property
     def busy_reading(self) -> bool:
@@ -91,25 +90,9 @@ class Scheduler:
     def _left_to_read(self, row: ActiveSequence) -> int:
         return row.goal - self.machine.cache.length(row.slot)
 
-    def _pass(
-        self, decoding: list[ActiveSequence], reading: list[ActiveSequence], most: int
-    ) -> list[ActiveSequence]:
-        count = self._chunks(reading, most) if reading else {}
-        before = sum(row.new_tokens for row in decoding)
-        ends = [(row, self.machine.cache.length(row.slot) + count[row]) for row in reading if count[row]]
-        with torch.inference_mode():
-            step(self.machine, decoding, ends)
-        if decoding:
-            self._emitted = (sum(row.new_tokens for row in decoding) - before) / len(decoding)
-        for row, _ in ends:
-            self._wake(row)
-        if any(row.finished for row in self.active):
-            self.active = [row for row in self.active if not row.finished]
-        return [*decoding, *[row for row, _ in ends]]
-
-    def _chunks(self, rows: list[ActiveSequence], most: int) -> dict[ActiveSequence, int]:
-        """Tokens that each reads next: at least half of them of the prompt that came first, the rest of
-        the shortest. A short prompt does not wait long behind a long one.
+    def _read(self, rows: list[ActiveSequence], most: int) -> list[ActiveSequence]:
+        """Read the next chunks: at least half of them of the prompt that came first, the rest of the
+        shortest. A short prompt does not wait long behind a long one.
         """
         left = {row: self._left_to_read(row) for row in rows}
         first, *others = rows
@@ -119,11 +102,29 @@ class Scheduler:
         for row in sorted(others, key=left.__getitem__):
             count[row] = min(left[row], most)
             most -= count[row]
-        return count
+        part = [row for row in rows if count[row]]
+        ends = [self.machine.cache.length(row.slot) + count[row] for row in part]
+        with torch.inference_mode():
+            prefill(self.machine, part, ends)
+        for row in part:
+            self._wake(row)
+        return self._without_finished(part)
+
+    def _run(self, rows: list[ActiveSequence]) -> list[ActiveSequence]:
+        before = sum(row.new_tokens for row in rows)
+        with torch.inference_mode():
+            step(self.machine, rows)
+        self._emitted = (sum(row.new_tokens for row in rows) - before) / len(rows)
+        return self._without_finished(rows)
 
     def _wake(self, row: ActiveSequence) -> None:
         if row.behind and self.machine.cache.length(row.slot) == row.goal:
             row.behind, row.members = False, row.all_members
+
+    def _without_finished(self, part: list[ActiveSequence]) -> list[ActiveSequence]:
+        if any(row.finished for row in part):
+            self.active = [row for row in self.active if not row.finished]
+        return part
 
 
 def run(

@@ -129,7 +129,6 @@ class Costs:
         self._fill: Callable[[], object] | None = None
         self._seen: list[StepRecord] = []
         self._table: dict[tuple[int, int], list[float]] = {}
-        self._prompts = 0.0, 0.0  # seconds of prompts beside steps, and their tokens
         self._passes: dict[int, Passes] = {}
 
     def later(self, fill: Callable[[], object]) -> None:
@@ -197,8 +196,8 @@ class Costs:
         return seconds / of * tokens
 
     def watch(self, record: StepRecord) -> None:
-        """Put a step by. Prompts alone teach nothing: their rows have no logits."""
-        if record.passed_rows > record.prompt_rows:
+        """Put a step by. Prompts teach nothing: their rows have no logits."""
+        if not record.prompt and record.rows:
             self._seen.append(record)
             if len(self._seen) >= _WAITING:
                 self._settle()
@@ -213,24 +212,14 @@ class Costs:
                 self._learn(record)
 
     def _learn(self, record: StepRecord) -> None:
-        seconds, rows = record.seconds, record.passed_rows - record.prompt_rows
+        seconds, count = record.seconds, len(record.rows)
         if seconds.get("score", 0.0) <= 0.0:
             return
-        count = rows - sum([row.drafted for row in record.rows]) if record.prompt_rows else len(record.rows)
-        guesses = max(0, rows - count)
+        guesses = max(0, record.passed_rows - count)
         passes = self._passes[_power(count)] = self._of(count)
         shape_R = self._shape(record.context, count, guesses)
-        plain, more = shape_R[0], shape_R[guesses] - shape_R[0]
         spent = sum([seconds.get(verb, 0.0) for verb in ("plan", "score", "judge", "commit")])
-        if record.prompt_rows:
-            # What prompts take is what steps take more with them; the rest is learned from as any other step.
-            if not passes.seen:
-                return
-            keep, (took, of) = self.tuning.remember, self._prompts
-            late = max(0.0, spent - passes.of(plain, more) * passes.over(_bin(guesses)))
-            took, of = self._prompts = keep * took + late, keep * of + record.prompt_rows
-            spent = max(0.0, spent - took / of * record.prompt_rows)
-        passes.took(plain, more, guesses, spent)
+        passes.took(shape_R[0], shape_R[guesses] - shape_R[0], guesses, spent)
         asked = [row for row in record.rows if row.drafter != "none"]
         if record.draft_levels:  # those that run no model cost next to nothing
             asked = [row for row in asked if any(self._supposed.get(row.drafter, (1.0,)))]

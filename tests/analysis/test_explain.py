@@ -11,7 +11,7 @@ def step(drafter, drafted, accepted, seconds, rates=None, reason="best", prompt=
     choice = None if rates is None else Choice(reason, rates)
     row = RowRecord(1, drafter, drafted, accepted, (0,) * (accepted + 1), drafted, False, choice)
     verbs = {"plan": 0.0, "draft": 0.0, "score": seconds, "judge": 0.0, "commit": 0.0}
-    return StepRecord(0, (row,), verbs, 1 + drafted, prompt_rows=prompt * (1 + drafted))
+    return StepRecord(0, (row,), verbs, 1 + drafted, prompt=prompt)
 
 
 def told(*steps, known=True):

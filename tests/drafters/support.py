@@ -19,7 +19,7 @@ from outpace.models.tiny import TableTarget
 from outpace.params import SamplingParams
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.sampling import Warp
-from outpace.step import step
+from outpace.step import prefill, step
 from outpace.types import NOTHING, Budget, Draft, Feed, Outcome, Verdict
 from outpace.verifiers.base import Verifier
 from tests.support import off_start
@@ -102,8 +102,7 @@ class Telling:
 
     def prefill(self, row):
         while len(row.tokens) == len(self.prompt):
-            end = self.machine.cache.length(row.slot) + self.machine.chunk
-            step(self.machine, [], [(row, end)])
+            prefill(self.machine, [row])
 
     def step(self, row):
         """The outcome of one step."""

@@ -30,7 +30,7 @@ def record(
     made = [RowRecord(i, drafter, rows, 0, (0,), rows, False, None, uncached) for i in range(batch)]
     seconds = {"plan": 0.0, "draft": draft, "score": score, "judge": rest, "commit": 0.0}
     return StepRecord(
-        0, tuple(made), seconds, batch * rows, draft_levels=levels, prompt_rows=int(prompt), context=context
+        0, tuple(made), seconds, batch * rows, draft_levels=levels, prompt=prompt, context=context
     )
 
 
@@ -106,19 +106,6 @@ def test_a_batch_of_a_new_size_begins_like_its_neighbour():
 
 def test_prompts_teach_nothing():
     assert watched(record(1, 9.0, prompt=True)).passed(1, 0, 1) == Costs().passed(1, 0, 1)
-
-
-def test_steps_beside_prompts_teach_what_guesses_cost():
-    """Every eighth step has no prompts, and always three guesses: by itself it would tell 19 % too little."""
-    costs = Costs()
-    for i in range(160):
-        guesses, prompts = i % 4, 0 if i % 8 == 7 else 50 + 30 * (i % 3)
-        own = RowRecord(0, "none", guesses, 0, (0,), guesses, False)
-        rows = (own, RowRecord(1, "none", 0, 0, (), 0, False)) if prompts else (own,)
-        seconds = {"score": 0.010 + 0.001 * guesses + 0.0002 * prompts}
-        costs.watch(StepRecord(i, rows, seconds, 1 + guesses + prompts, prompt_rows=prompts))
-    assert costs.passed(1, 0, 1) == pytest.approx(0.010, rel=0.1)
-    assert costs.passed(3, 0, 1) == pytest.approx(0.012, rel=0.1)
 
 
 def test_levels_and_calls_have_prices():

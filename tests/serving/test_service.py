@@ -311,13 +311,11 @@ def test_a_long_prompt_holds_nobody_up_for_more_than_a_chunk(engine):
     assert late.tokens == engine.generate(LONG, max_new_tokens=2, drafter="none", **GREEDY).tokens
     assert short.tokens == first.result.tokens[:2]
     prompts = [record for record in records if record.prompt]
-    assert max(record.prompt_rows for record in prompts) == 32
+    assert max(record.passed_rows for record in prompts) == 32
     assert len(prompts) >= len(LONG) // 32
-    number = records[0].rows[0].sequence
-    own = [any(row.sequence == number and row.emitted for row in record.rows) for record in records]
-    assert all(own[:40]) and sum(own) == 40, "every pass brings it a token"
-    plain = [i for i, record in enumerate(records) if not record.prompt]
-    assert all(b - a <= 8 for a, b in itertools.pairwise([0, *plain])), "policies learn prices"
+    kinds = [record.prompt for record in records]
+    together = kinds[kinds.index(False) : len(kinds) - kinds[::-1].index(True)]
+    assert not any(a and b for a, b in itertools.pairwise(together))
     assert first.short.times[-1] < first.late.times[0], "the short one does not wait for the long"
 
 
