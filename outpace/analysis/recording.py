@@ -40,7 +40,7 @@ from outpace.files import parse_json, write_whole
 from outpace.machine import Machine, Member
 from outpace.models.base import TREE
 from outpace.params import NEUTRAL, SamplingParams
-from outpace.policies.arms import sizes_to_weigh
+from outpace.policies.acceptance import sizes_to_weigh
 from outpace.policies.base import Policy, PolicyRow, within
 from outpace.policies.tuning import TUNING
 from outpace.tree.growth import DraftRow

@@ -13,9 +13,9 @@ trees. Of one text there is too little for that: all levels of a drafter share o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
-from outpace.policies.arms import sizes_to_weigh
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Budget
 
@@ -104,3 +104,22 @@ class Pool:
                 raise TypeError(f"need a kind of guess, got {[what, *rest]}")
             pool.tally |= {(what, *rest): Ratio(kept, expected)}
         return pool
+
+
+@cache
+def sizes_to_weigh(budget: Budget) -> Sequence[tuple[int, int]]:
+    """Nodes and depths to weigh. Of a dynamic tree: all its nodes, about a third of them, and so on."""
+    most, deepest = budget.max_nodes, budget.max_depth
+    if budget.shape.parent_N is not None:
+        depth_N: list[int] = []
+        for parent in budget.shape.parent_N[:most]:
+            depth_N.append(1 if parent < 0 else depth_N[parent] + 1)
+        levels = range(1, min(deepest, max(depth_N, default=0)) + 1)
+        return [(sum(d <= n for d in depth_N), n) for n in levels]
+    if not budget.shape.beam:
+        return [(n, n) for n in range(1, min(most, deepest) + 1)]
+    found, nodes = [], most
+    while nodes > 0:
+        found += [(nodes, depth) for depth in range(1, min(nodes, deepest) + 1)]
+        nodes = (nodes + 2) // 3 if nodes > 1 else 0
+    return found

@@ -18,12 +18,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 from outpace.policies.acceptance import KEPT, Pool, Ratio
 from outpace.policies.base import Evidence, Policy, PolicyRow
 from outpace.policies.costs import PAGE, Costs
-from outpace.policies.offers import NONE, Menu, Offer, Prices, Seconds, Size
+from outpace.policies.offers import NONE, Menu, Offer, Prices
 from outpace.policies.tuning import TUNING, Tuning
 from outpace.types import Load, Plan
 
@@ -38,19 +38,6 @@ class AutoConfig:
     """No settings: what depends on machine, model and text is measured."""
 
 
-class Weighed(NamedTuple):
-    """Drafts that a drafter may be asked for, for one sequence, and what that follows from."""
-
-    seconds: Seconds
-    room: int
-    """Levels that the sequence has room for."""
-    sizes: Sequence[Size]
-    read: float
-    """Seconds of what the drafter has to read first."""
-    menus: dict[int, Menu]
-    """By rate; see ``Seconds.at``."""
-
-
 @dataclass(slots=True)
 class State:
     """What is known of one sequence."""
@@ -62,8 +49,6 @@ class State:
     asked: Offer | None = None
     quiet: int = 0
     """Plans in a row that led to no draft, up to a limit. It is planned for in one of 2**quiet steps."""
-    weighed: dict[str, Weighed] = field(default_factory=dict)
-    """Drafter -> what it offers, as it was weighed last."""
 
 
 class Auto(Policy):
@@ -82,8 +67,8 @@ class Auto(Policy):
         self._wait = 0.0  # steps until an idle drafter may be tried
         self._tried: dict[str, int] = {}
         self._told: set[str] = set()  # drafters that preview
-        self._seconds: dict[tuple[int, ...], tuple[int, Seconds]] = {}  # with the step until which they hold
-        self._pace = 0  # planned throughput of the last step, see ``Seconds.at``
+        self._prices: dict[tuple[int, ...], tuple[int, Prices]] = {}  # with the step until which they hold
+        self._pace = 0  # planned throughput of the last step, see ``Prices.at``
 
     def begin(self, key: str = "", greedy: bool = True, ruled: bool = False) -> State:
         """Nothing is known of the sequence but what others of its kind taught."""
@@ -101,10 +86,10 @@ class Auto(Policy):
         """Cost: some ten microseconds per sequence that is looked at, one for each other."""
         awake = {i for i, row in enumerate(rows) if not self._tick % (1 << row.state.quiet)}
         self._tick += 1
-        seconds = self._timed(len(rows), load)
+        prices = self._priced(len(rows), load)
         for _ in range(_TRIES):
-            prices = seconds.at(self._pace)
-            previewed, asked = self._offered(rows, awake, seconds, load)
+            prices.at(self._pace)
+            previewed, asked = self._offered(rows, awake, prices)
             chosen = self._best(previewed, asked, prices)
             before, self._pace = self._pace, prices.pace(chosen.values())
             if abs(self._pace - before) <= 1:
@@ -117,8 +102,8 @@ class Auto(Policy):
             }
             tried = self._trial({**idle, **asked}, chosen, prices)
         self._guesses = sum([offer.nodes for offer in chosen.values()])
-        if tried is not None or 2 * self._guesses > seconds.foreseen:
-            self._seconds.clear()  # the step tells something new
+        if tried is not None or 2 * self._guesses > prices.foreseen:
+            self._prices.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
@@ -145,51 +130,37 @@ class Auto(Policy):
         return prices.paying(chosen) if prices.batch > 1 else chosen
 
     def _offered(
-        self, rows: Sequence[PolicyRow], awake: Collection[int], seconds: Seconds, load: Load
+        self, rows: Sequence[PolicyRow], awake: Collection[int], prices: Prices
     ) -> tuple[dict[str, dict[int, Menu]], dict[str, dict[int, Menu]]]:
         """By drafter and sequence: offers of those that preview their drafts, and of those that do not."""
         previewed: dict[str, dict[int, Menu]] = {}
         asked: dict[str, dict[int, Menu]] = {}
-        prices = seconds.at(self._pace)
         for i in awake:
             self._told |= rows[i].previews.keys()
         for i, row in enumerate(rows):
             for name, budget in row.drafters.items() if row.limit.max_depth > 0 else ():
-                preview = row.previews.get(name)
+                state, preview = row.state, row.previews.get(name)
                 if preview:
-                    scale = self._pool(row.state, name).ratio(KEPT) * self._here(row.state, name)
+                    scale = self._pool(state, name).ratio(KEPT) * self._here(state, name)
                     offer = prices.look_up(name, preview, row.limit, scale)
                     previewed.setdefault(name, {})[i] = Menu((offer,))
                 elif name not in self._told and budget.max_nodes and name != NONE:
-                    menu = self._menu(row, name, seconds, load, i in awake)
+                    pool, here = self._pool(state, name), self._here(state, name)
+                    left = 0 if name in state.here else row.limit.max_depth
+                    menu = prices.menu(name, budget, row.limit, pool, here, left)
                     if menu.best is not None:
                         asked.setdefault(name, {})[i] = menu
         return previewed, asked
 
-    def _timed(self, own: int, load: Load) -> Seconds:
+    def _priced(self, own: int, load: Load) -> Prices:
         key = own, load.beside, load.batch, load.context // PAGE
-        until, seconds = self._seconds.get(key, (0, None))
-        if seconds is None or until <= self._tick:
-            if len(self._seconds) > _KEPT:
-                self._seconds.clear()
-            seconds = Seconds(self.costs, load, own, self._guesses)
-            self._seconds[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), seconds
-        return seconds
-
-    def _menu(self, row: PolicyRow, name: str, seconds: Seconds, load: Load, anew: bool) -> Menu:
-        """Drafts are weighed as often as seconds are read, but for sequences that rest."""
-        state, budget, prices = row.state, row.drafters[name], seconds.at(self._pace)
-        room = min(row.limit.max_depth, budget.max_depth)
-        weighed: Weighed | None = state.weighed.get(name)
-        if weighed is None or weighed.room != room or (anew and weighed.seconds is not seconds):
-            read = 0.0 if name in state.here else self.costs.reading(name, load.context)
-            sizes = seconds.sizes(budget, row.limit, self._pool(state, name), self._here(state, name))
-            weighed = state.weighed[name] = Weighed(seconds, room, sizes, read, {})
-        menu = weighed.menus.get(self._pace)
-        if menu is None:
-            menu = prices.menu(name, weighed.sizes, weighed.read, max(1, row.limit.max_depth))
-            weighed.menus[self._pace] = menu
-        return menu
+        until, prices = self._prices.get(key, (0, None))
+        if prices is None or until <= self._tick:
+            if len(self._prices) > _KEPT:
+                self._prices.clear()
+            prices = Prices(self.costs, load, own, self._guesses)
+            self._prices[key] = self._tick + min(self.tuning.renew, 1 + self._tick // 8), prices
+        return prices
 
     def _together(
         self, menus: Mapping[str, Mapping[int, Menu]], chosen: Mapping[int, Offer], prices: Prices

@@ -8,7 +8,7 @@ from outpace.analysis.recording import Guess, Recorded, Text
 from outpace.analysis.replay import Always, Device, Replay, Rule, best_choice, replay, turning, whole
 from outpace.analysis.scenarios import scenarios
 from outpace.engine.portfolio import largest
-from outpace.policies.arms import sizes_to_weigh
+from outpace.policies.acceptance import sizes_to_weigh
 from outpace.policies.auto import Auto, AutoConfig
 from outpace.policies.tuning import Tuning
 from outpace.tree.shapes import budget

@@ -6,7 +6,7 @@ from outpace.drafters.trained import read_acceptance
 from outpace.policies.acceptance import KEPT, Pool
 from outpace.policies.auto import NONE, Auto, AutoConfig
 from outpace.policies.base import Evidence, PolicyRow
-from outpace.policies.offers import Offer, Seconds
+from outpace.policies.offers import Offer, Prices
 from outpace.policies.tuning import Tuning
 from outpace.types import NOTHING, Budget, KnownDrafter, Load, RowRecord, StepRecord
 from tests.policies.simulator import CURVE, PASS, ROOMY, Bush, Fake, Simulator, best_bush, best_fixed, rate
@@ -347,10 +347,9 @@ def test_a_trial_counts_what_the_first_rows_of_a_pass_cost():
     assert PASS * 300 < sum(steps) < 1.02 * PASS * 300
 
 
-def test_sequences_that_rest_are_not_weighed_anew(monkeypatch):
-    """Prices change with every page of the context; those of a sequence that rests may be old ones."""
-    weighed, sizes = [], Seconds.sizes
-    monkeypatch.setattr(Seconds, "sizes", lambda *given: weighed.append(given) or sizes(*given))
+def test_sequences_that_are_alike_are_weighed_once(monkeypatch):
+    weighed, weigh = [], Prices._weigh
+    monkeypatch.setattr(Prices, "_weigh", lambda *given: weighed.append(given) or weigh(*given))
     simulator = Simulator(Auto(AutoConfig()), {"a": Fake([0.05])})
     for page in range(64):
         simulator.step(batch=16, context=64 * page)
