@@ -25,6 +25,7 @@ static Matrix half_of(const Op *op, int half, int64_t first, int64_t count) {
 static int64_t gated_pieces(const Program *p, const Op *op) {
     const Product product = product_of(p, op);
     const Matrix half = half_of(op, 0, 0, op[1].width);
+    if (owns_rows(&product)) return product.threads;
     return product.rows ? pieces_in(&product, &half) : 0;
 }
 
@@ -32,12 +33,14 @@ static void gated_piece(const void *context, const void *self, int64_t piece) {
     const Program *p = context;
     const Op *op = self, *gated = op + 1;
     const Product product = product_of(p, op), next = product_of(p, op + 2);
-    const int64_t rows = product.rows, width = gated->width, pieces = gated_pieces(p, op);
-    int64_t at[OPERANDS], span, stop;
+    const int64_t width = gated->width;
+    int64_t at[OPERANDS], span = 0, stop = width / SPAN, above = 0, below = product.rows;
     const Matrix *first[OPERANDS] = {0};
-    spread(op->part, op->parts, rows, at, first);
-    part_of(width / SPAN, pieces, piece, &span, &stop);
-    float *both = (float *)product.y + 2 * rows * span * SPAN; /* a place of its own */
+    spread(op->part, op->parts, product.rows, at, first);
+    if (owns_rows(&product)) own_rows(&product, piece, &above, &below);
+    else part_of(width / SPAN, gated_pieces(p, op), piece, &span, &stop);
+    const int64_t rows = below - above;
+    float *both = (float *)product.y + 2 * (above * width + rows * span * SPAN); /* a place of its own */
     int64_t most = GATED_NUMBERS / (2 * SPAN * rows);
     if (most < 1) most = 1;
     for (int64_t spans; span < stop; span += spans) {
@@ -46,14 +49,16 @@ static void gated_piece(const void *context, const void *self, int64_t piece) {
         for (int i = 0; i < 2; i++) {
             const Matrix part = half_of(op, i, span * SPAN, some);
             const Result own = {both + i * some, 2 * some, 0, 1};
-            product_piece(&part, product.operands + at[product_operands(part.kind)], rows, own, 0, groups_of(&part));
+            const char *operands = product.operands + at[product_operands(part.kind)];
+            if (above) operands = operands_of(&part, operands, above);
+            product_piece(&part, operands, rows, own, 0, groups_of(&part));
         }
         for (int64_t row = 0; row < rows; row++) {
             float *own = both + row * 2 * some;
             if (gated->index == SILU) gate(own, own, some, 0, SILU);
             else gate(own, own, some, 0, GELU_TANH);
             for (int64_t i = 0; i < spans; i++)
-                prepare_span(next.part, own + i * SPAN, rows, row, span + i, next.operands);
+                prepare_span(next.part, own + i * SPAN, product.rows, above + row, span + i, next.operands);
         }
     }
 }

@@ -64,11 +64,30 @@ static void prepare_piece(const Product *p, int64_t piece) {
                             p->operands + at[kind]);
 }
 
+/* Whether each thread computes all outputs of rows of its own, by matrix units. It then reads all weights, and finds
+   in its cache what it wrote of the rows. With other outputs for each thread, 512 rows take 1.15 of a pass. */
+enum { OWN_ROWS = 96 }; /* of a thread, at least */
+static int owns_rows(const Product *p) {
+    for (int64_t i = 0; i < p->parts; i++)
+        if (!in_tiles(p->part + i)) return 0;
+    return p->rows >= OWN_ROWS * p->threads;
+}
+/* Which rows a thread owns: whole tiles. */
+static void own_rows(const Product *p, int64_t piece, int64_t *row, int64_t *stop) {
+    part_of((p->rows + TILED - 1) / TILED, p->threads, piece, row, stop);
+    *row *= TILED, *stop *= TILED;
+    if (*stop > p->rows) *stop = p->rows;
+}
+static const char *operands_of(const Matrix *m, const char *operands, int64_t row) {
+    return operands + row * m->inputs * (int64_t)sizeof(bf16);
+}
+
 static int64_t pieces_in(const Product *p, const Matrix *m) {
     const int64_t size = cut(m, p->rows, p->threads);
     return (groups_of(m) + size - 1) / size;
 }
 static int64_t multiply_pieces(const Product *p) {
+    if (owns_rows(p)) return p->threads;
     int64_t pieces = 0;
     for (int64_t i = 0; p->rows && i < p->parts; i++) pieces += pieces_in(p, p->part + i);
     return pieces;
@@ -82,9 +101,18 @@ static int64_t piece_at(const Product *p, int64_t place) {
     return place % p->parts * each + place / p->parts;
 }
 static void multiply_piece(const Product *p, int64_t place) {
-    int64_t at[OPERANDS], column = 0, piece = piece_at(p, place);
+    int64_t at[OPERANDS], column = 0, row, stop;
     const Matrix *first[OPERANDS] = {0};
     spread(p->part, p->parts, p->rows, at, first);
+    if (owns_rows(p)) {
+        own_rows(p, place, &row, &stop);
+        for (const Matrix *m = p->part; m < p->part + p->parts; column += m++->outputs) {
+            const Result y = {(void *)past(p->y, row * p->stride + column, (int)p->half), p->stride, (int)p->half, 1};
+            product_piece(m, operands_of(m, p->operands, row), stop - row, y, 0, groups_of(m));
+        }
+        return;
+    }
+    int64_t piece = piece_at(p, place);
     for (const Matrix *m = p->part;; column += m++->outputs) {
         const int64_t groups = groups_of(m), size = cut(m, p->rows, p->threads);
         const int64_t here = pieces_in(p, m), from = piece * size;

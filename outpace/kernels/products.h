@@ -811,9 +811,10 @@ INLINE void prepare_span(const Matrix *m, const float *from, int64_t rows, int64
         if (is_paired(m->kind)) prepare_block(from, Q4_0, parcel), publish(to, parcel);
         else prepare_block(from, Q8_0, to);
     } else if (in_halves((int)m->kind)) {
-        bf16 line[SPAN];
+        bf16 line[SPAN], *to = (bf16 *)operands + (in_tiles(m) ? tile_at(row, rows, m->inputs, block) : at);
         for (int n = 0; n < SPAN; n++) line[n] = rounded(from[n]);
-        publish((bf16 *)operands + (in_tiles(m) ? tile_at(row, rows, m->inputs, block) : at), line);
+        if (rows < MANY_TILED) publish(to, line);
+        else memcpy(to, line, sizeof line); /* half of the rows are the reader's own */
     } else {
         publish((float *)operands + at, from), publish((float *)operands + at + SPAN / 2, from + SPAN / 2);
     }

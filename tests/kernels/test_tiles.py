@@ -47,6 +47,25 @@ def halves(outputs, inputs):
     return Product([store_numbers(weights)], bias), weights.double(), bias.double()
 
 
+@pytest.fixture
+def threads():
+    """Two of them, which have rows of their own where there are many."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_many_rows_have_the_same_bits_as_few(units, threads, monkeypatch):
+    code, _ = units
+    product, *_ = halves(72, 288)
+    x = rows(231, 288)
+    monkeypatch.setattr(products, "library", lambda: code)
+    few = torch.cat([product(some) for some in x.split(40)])
+    for count in (191, 192, 200, 231):
+        assert torch.equal(product(x[:count]), few[:count]), count
+
+
 @pytest.mark.parametrize("outputs", [72, 32, 16])
 def test_rows_have_the_same_bits_beside_any_others(outputs, units, monkeypatch):
     code, right = units
