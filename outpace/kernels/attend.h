@@ -74,10 +74,13 @@ typedef struct {
     int64_t read, which; /* how many coordinates of keys are read, and int32 [kv, read]: those; 0: all */
 } Choice;
 
+enum { WHOLE = 1, BY_HEAD };
+
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
     int64_t kv, group, width, capacity, tile, key_stride, value_stride, bfloat16, half;
     int64_t news, units, chunks, parts, choices;
+    int64_t whole; /* where all blocks of a chunk are one piece, without parts: WHOLE or BY_HEAD; see see.h */
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
     void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
     const int64_t *place; /* [news, 2]: slot and row of each new key */
@@ -389,13 +392,29 @@ INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int ha
     }
 }
 
-/* One block of positions or of listed rows, for the rows of a chunk and one head of keys. */
-INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t layer, int64_t head,
-                         const int half, Row keys, Row values) {
+/* Queries of a chunk's rows for one head of keys, as products want them; q [MOST, WIDEST] */
+INLINE void scale_queries(const Pass *p, const Chunk *c, int64_t head, const int half, const int units, void *q) {
+    const int64_t G = p->group, D = p->width, M = c->rows * G, heads = (G + 2) * p->kv;
+    for (int64_t r = 0; r < c->rows; r++) {
+        const float *from = p->head + ((c->row + r) * heads + head * G) * D;
+        for (int64_t i = 0; i < G * D; i += LANES) {
+            const int64_t m = r * G + i / D, d = i % D;
+            const int64_t to = units ? tile_at(m, M, D, d / TILE_INPUTS) + d % TILE_INPUTS : m * D + d;
+            for (int64_t n = 0; n < LANES; n++) {
+                if (half) ((bf16 *)q)[to + n] = rounded(from[i + n] * p->scale);
+                else ((float *)q)[to + n] = from[i + n] * p->scale;
+            }
+        }
+    }
+}
+
+/* One block of positions or of listed rows, for the rows of a chunk and one head of keys.
+   out: the weighted values of each query row; tops: its largest score and the sum of weights. */
+INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t layer, int64_t head, const int half,
+                         const int units, Row keys, Row values, Row q, float *out, float *tops) {
     const int64_t G = p->group, D = p->width, M = c->rows * G;
-    const int64_t lists = (c->listed + BLOCK - 1) / BLOCK, heads = (G + 2) * p->kv;
+    const int64_t lists = (c->listed + BLOCK - 1) / BLOCK;
     const int64_t low = block < lists ? 0 : (c->first + block - lists) * BLOCK;
-    const int64_t at = c->part + (block * p->kv + head) * M;
     const int64_t C = p->capacity;
     int64_t P = p->tile, listed = 0;
     const int64_t slot = block >= lists && low + BLOCK <= c->same ? c->twin : c->slot;
@@ -420,29 +439,14 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         }
         key = to_keys, value = to_values, P = BLOCK;
     }
-    float full_q[MOST * WIDEST] __attribute__((aligned(64)));
     float full_weight[MOST * BLOCK] __attribute__((aligned(64)));
-    bf16 half_q[MOST * WIDEST] __attribute__((aligned(64)));
     bf16 half_weight[MOST * BLOCK] __attribute__((aligned(64)));
-    Row q = half ? (Row)half_q : full_q, weight = half ? (Row)half_weight : full_weight;
-    float *out = p->part + at * D;
-    const int units = by_units(p, half);
-    if (units) cut_tiles((int)M);
+    Row weight = half ? (Row)half_weight : full_weight;
 
     /* Columns that some row sees at the place of their position: those from `first` to `last`. */
     int64_t first = listed ? 0 : BLOCK, last = listed;
-    for (int64_t r = 0; r < c->rows; r++) {
+    for (int64_t r = 0; r < c->rows && !listed; r++) { /* all rows see all of those listed */
         const Sight *sight = p->sight + c->row + r;
-        const float *from = p->head + ((c->row + r) * heads + head * G) * D;
-        for (int64_t i = 0; i < G * D; i += LANES) {
-            const int64_t m = r * G + i / D, d = i % D;
-            const int64_t to = units ? tile_at(m, M, D, d / TILE_INPUTS) + d % TILE_INPUTS : m * D + d;
-            for (int64_t n = 0; n < LANES; n++) {
-                if (half) half_q[to + n] = rounded(from[i + n] * p->scale);
-                else full_q[to + n] = from[i + n] * p->scale;
-            }
-        }
-        if (listed) continue; /* all rows see all of them */
         if (clip(sight->low - low) < first) first = clip(sight->low - low);
         if (clip(sight->dense - low) > last) last = clip(sight->dense - low);
     }
@@ -467,14 +471,13 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
         const int64_t begin = units ? tile_at(m, M, BLOCK, 0) : m * BLOCK;
         const int64_t step = units ? tile_at(m, M, BLOCK, 1) - begin : TILE_INPUTS;
-        weigh(row, half ? half_weight + begin : NULL, step, p->tops + 2 * (at + m));
+        weigh(row, half ? half_weight + begin : NULL, step, tops + 2 * m);
     }
     /* What is seen by paths comes behind here, with those before it that are summed together with it. */
     const int together = units ? TILE_INPUTS : half ? 2 : 1;
     if (by_path) last = last / together * together;
     if (units) {
         mix_units((int)M, half_weight, first, last, value, D, out);
-        tile_end();
     }
     for (int64_t m = 0; !units && m < M; m += TALL) {
         int64_t d = 0;
@@ -519,31 +522,60 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     }
 }
 
-/* Merge the blocks of a chunk's rows for one head of keys, and write what they come to. */
+/* Add weighted values of one more block to those of a query row. In a function of its own, so that bits are the same
+   wherever it is done. */
+static __attribute__((noinline)) void add_block(int64_t D, float *sum, float *tops, const float *more, const float *next) {
+    if (next[0] == -INFINITY) return;
+    const float both = next[0] > tops[0] ? next[0] : tops[0];
+    const vec old = power(all(tops[0] - both)), new = power(all(next[0] - both));
+    tops[1] = fmaf(next[1], new[0], tops[1] * old[0]);
+    for (int64_t d = 0; d < D; d += LANES) store(sum + d, load(sum + d) * old + load(more + d) * new);
+    tops[0] = both;
+}
+
+/* Write what query row `m` of a chunk comes to. */
+static void give_row(const Pass *p, const Chunk *c, int64_t head, int64_t m, const float *sum, float total) {
+    const int64_t D = p->width, row = c->row + m / p->group;
+    const int64_t to = ((row * p->kv + head) * p->group + m % p->group) * D;
+    for (int64_t d = 0; d < D; d++) {
+        if (p->bfloat16) ((bf16 *)p->out)[to + d] = rounded(sum[d] / total);
+        else ((float *)p->out)[to + d] = sum[d] / total;
+    }
+}
+
+/* Merge the blocks of a chunk's rows for one head of keys. */
 static void merge(const Pass *p, const Chunk *c, int64_t head) {
     const int64_t D = p->width, M = c->rows * p->group;
     for (int64_t m = 0; m < M; m++) {
         int64_t at = c->part + head * M + m;
-        float sum[WIDEST], top = p->tops[2 * at], total = p->tops[2 * at + 1];
+        float sum[WIDEST], tops[] = {p->tops[2 * at], p->tops[2 * at + 1]};
         memcpy(sum, p->part + at * D, D * sizeof *sum);
         for (int64_t block = 1; block < c->blocks; block++) {
             at += p->kv * M;
-            const float next = p->tops[2 * at], *more = p->part + at * D;
-            if (next == -INFINITY) continue;
-            const float both = next > top ? next : top;
-            const vec old = power(all(top - both)), new = power(all(next - both));
-            total = fmaf(p->tops[2 * at + 1], new[0], total * old[0]);
-            for (int64_t d = 0; d < D; d += LANES)
-                store(sum + d, load(sum + d) * old + load(more + d) * new);
-            top = both;
+            add_block(D, sum, tops, p->part + at * D, p->tops + 2 * at);
         }
-        const int64_t row = c->row + m / p->group;
-        const int64_t to = ((row * p->kv + head) * p->group + m % p->group) * D;
-        for (int64_t d = 0; d < D; d++) {
-            if (p->bfloat16) ((bf16 *)p->out)[to + d] = rounded(sum[d] / total);
-            else ((float *)p->out)[to + d] = sum[d] / total;
-        }
+        give_row(p, c, head, m, sum, tops[1]);
     }
+}
+
+/* All blocks that the rows of a chunk see, or one whose part is merged later. */
+INLINE void attend_unit(const Pass *p, const Chunk *c, int64_t block, int64_t layer, int64_t head, const int half,
+                        Row keys, Row values) {
+    const int64_t D = p->width, M = c->rows * p->group;
+    const int units = by_units(p, half);
+    char q[MOST * WIDEST * sizeof(float)] __attribute__((aligned(64)));
+    float sum[2][MOST * WIDEST] __attribute__((aligned(64))), tops[2][2 * MOST];
+    scale_queries(p, c, head, half, units, q);
+    if (units) cut_tiles((int)M);
+    for (int64_t i = p->whole ? 0 : block, stop = p->whole ? c->blocks : block + 1; i < stop; i++) {
+        const int64_t at = c->part + (i * p->kv + head) * M;
+        float *out = p->whole ? sum[i > 0] : p->part + at * D, *top = p->whole ? tops[i > 0] : p->tops + 2 * at;
+        attend_block(p, c, i, layer, head, half, units, keys, values, q, out, top);
+        for (int64_t m = 0; m < M && p->whole && i; m++)
+            add_block(D, sum[0] + m * D, tops[0] + 2 * m, sum[1] + m * D, tops[1] + 2 * m);
+    }
+    if (units) tile_end();
+    for (int64_t m = 0; m < M && p->whole; m++) give_row(p, c, head, m, sum[0] + m * D, tops[0][2 * m + 1]);
 }
 
 /* Store the new keys and values of some rows: keys coordinate by coordinate, so that rows that follow one another
@@ -576,8 +608,9 @@ INLINE void keep(const Pass *p, int64_t first, int64_t count, const int half, vo
 
 /* Pieces of the three tasks of a layer: storing, blocks, merging. */
 static int64_t keep_pieces(const Pass *p) { return pieces_of(p->news, (p->group + 2) * p->kv * p->width); }
-static int64_t block_pieces(const Pass *p) { return p->units * p->kv; }
+static int64_t block_pieces(const Pass *p) { return (p->whole ? p->chunks : p->units) * p->kv; }
 static int64_t merge_pieces(const Pass *p) {
+    if (p->whole) return 0;
     return p->parts * p->width <= 2 * GRAIN ? p->chunks > 0 : p->chunks * p->kv;
 }
 
@@ -592,10 +625,12 @@ static void keep_piece(const Pass *p, int64_t piece, void *keys, void *values) {
 }
 
 static void block_piece(const Pass *p, int64_t piece, int64_t layer, Row keys, Row values) {
-    const int64_t *unit = p->unit + piece / p->kv * 2;
-    const Chunk *c = p->chunk + unit[0];
-    if (p->half) attend_block(p, c, unit[1], layer, piece % p->kv, 1, keys, values);
-    else attend_block(p, c, unit[1], layer, piece % p->kv, 0, keys, values);
+    const int64_t count = block_pieces(p) / p->kv, by_head = p->whole == BY_HEAD;
+    const int64_t head = by_head ? piece / count : piece % p->kv, place = by_head ? piece % count : piece / p->kv;
+    const int64_t *unit = p->unit + 2 * place;
+    const Chunk *c = p->chunk + (p->whole ? place : unit[0]);
+    if (p->half) attend_unit(p, c, unit[1], layer, head, 1, keys, values);
+    else attend_unit(p, c, unit[1], layer, head, 0, keys, values);
 }
 
 static void merge_piece(const Pass *p, int64_t piece) {

@@ -57,12 +57,18 @@ static void cut_rows(Pass *p, const Look *l, int64_t row, int64_t end, int64_t t
     }
 }
 
+/* A chunk is one piece of work for each head where the longest has less than 1 / EVEN of all: threads end together all
+   the same, and no parts are written, read and merged. One row of each of 64 sequences of 450 tokens takes 0.92 so, and
+   256 rows behind 1,000 positions 0.88. Behind 3,000 they take 0.83, and 0.73 where a head follows the other: its keys
+   and values stay in the second cache, of which NEAR bytes count. */
+enum { EVEN = 32, NEAR = 1 << 20 };
+
 /* Fill in what the rows of a pass see through a window (0: none). Of the rows wanted, ascending, neighbours
    in a slot attend together; a count of -1 means all rows. There is room for all of it but the parts, which
    are counted. */
 void outpace_see(Pass *p, const Look *look, int64_t looks, const int64_t *wanted, int64_t count,
                  int64_t window, int64_t tall) {
-    int64_t path = 0, at = 0;
+    int64_t path = 0, at = 0, longest = 0;
     p->news = p->chunks = p->units = p->parts = 0;
     for (const Look *l = look; l < look + looks; l++) {
         const int64_t end = l->row + l->rows;
@@ -76,4 +82,8 @@ void outpace_see(Pass *p, const Look *look, int64_t looks, const int64_t *wanted
             cut_rows(p, l, first, next, tall);
         }
     }
+    for (int64_t i = 0; i < p->chunks; i++) longest = p->chunk[i].blocks > longest ? p->chunk[i].blocks : longest;
+    const int64_t seen = longest * BLOCK * p->kv * p->width * 4; /* bytes of keys and values, at most */
+    p->whole = longest * EVEN > p->units * p->kv ? 0 : seen > NEAR ? BY_HEAD : WHOLE;
+    if (p->whole) p->parts = 0;
 }

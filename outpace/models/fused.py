@@ -137,6 +137,7 @@ class Told(ctypes.Structure):
                 "chunks",
                 "parts",
                 "choices",
+                "whole",
             )
         ),
         *(

@@ -148,6 +148,30 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
 
 @needs_code
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("base,whole", [(300, 1), (1300, 2)])
+def test_many_rows_have_the_same_bits_as_few(dtype, base, whole):
+    """Of many, all that a row sees is one piece of work; of few, each block is."""
+    shape, parents = heads(*GROUPED), list(range(-1, 129))
+
+    def run(count, threads):
+        cache = DenseCache(1, shape.kv, shape.width, dtype=dtype, tiled=True)
+        cache.resize(1, 1536)
+        for seed, store in enumerate((cache.key_store, cache.value_store)):
+            store.copy_(torch.randn(store.shape, generator=torch.Generator().manual_seed(seed)))
+        spans = [span(0, 0, base, parents[:count])]
+        attend = FusedAttention(cache, spans, count, shape, frozenset({None}), torch.float32)
+        attend.head_TXD.copy_(torch.randn(130, 15, 64, generator=torch.Generator().manual_seed(3))[:count])
+        attend._threads = threads
+        return attend(0, None).clone(), attend._views[None].told.whole
+
+    many, piece = run(130, 2)
+    few, part = run(40, 1)
+    assert (piece, part) == (whole, 0)
+    assert torch.equal(many[:40], few)
+
+
+@needs_code
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("same", [100, 128, 300])
 def test_rows_that_two_slots_share_are_read_from_one(dtype, same):
     """Whole blocks of them: what stands in the own slot there is not looked at, and all else is."""
