@@ -223,6 +223,17 @@ INLINE void soften(float *row, float cap) {
     }
 }
 
+/* Have no columns seen but those from `first` to `last`. */
+INLINE void hide(float *row, int64_t first, int64_t last) {
+    float place[LANES];
+    for (int n = 0; n < LANES; n++) place[n] = (float)n;
+    for (int64_t i = 0; i < BLOCK && (first > 0 || last < BLOCK); i += LANES) {
+        const vec at = load(place) + (float)i;
+        const ivec seen = (at >= all((float)first)) & (at < all((float)last));
+        store(row + i, (vec)(((ivec)load(row + i) & seen) | ((ivec)all(-INFINITY) & ~seen)));
+    }
+}
+
 /* Turn the scores of one block into weights, in their place, or if `half` is given there, in
    bfloat16, each 32 of them `step` behind the last; give the largest score and the sum of weights. */
 INLINE void weigh(float *row, bf16 *half, int64_t step, float *tops) {
@@ -231,16 +242,11 @@ INLINE void weigh(float *row, bf16 *half, int64_t step, float *tops) {
     const float most = lanes_top(top);
     /* Where nothing is seen, all weights are 0 whatever is taken off. */
     vec off = all(most == -INFINITY ? 0.0f : most);
-    for (int i = 0; i < BLOCK; i += LANES) {
-        vec x = power(load(row + i) - off);
-        if (half) {
-            bf16 *to = half + i / TILE_INPUTS * step + i % TILE_INPUTS;
-            store_half(to, x);
-            x = load_half(to);
-        } else {
-            store(row + i, x);
-        }
-        sum += x;
+    for (int i = 0; i < BLOCK; i += 2 * LANES) {
+        vec x[2] = {power(load(row + i) - off), power(load(row + i + LANES) - off)};
+        if (half) round_two(half + i / TILE_INPUTS * step + i % TILE_INPUTS, x);
+        else store(row + i, x[0]), store(row + i + LANES, x[1]);
+        sum += x[0], sum += x[1];
     }
     tops[0] = most, tops[1] = lanes_sum(sum);
 }
@@ -395,16 +401,17 @@ INLINE void score_paths(const Pass *p, const Chunk *c, int64_t low, const int ha
 /* Queries of a chunk's rows for one head of keys, as products want them; q [MOST, WIDEST] */
 INLINE void scale_queries(const Pass *p, const Chunk *c, int64_t head, const int half, const int units, void *q) {
     const int64_t G = p->group, D = p->width, M = c->rows * G, heads = (G + 2) * p->kv;
+    const float scale = p->scale;
     for (int64_t r = 0; r < c->rows; r++) {
         const float *from = p->head + ((c->row + r) * heads + head * G) * D;
-        for (int64_t i = 0; i < G * D; i += LANES) {
-            const int64_t m = r * G + i / D, d = i % D;
-            const int64_t to = units ? tile_at(m, M, D, d / TILE_INPUTS) + d % TILE_INPUTS : m * D + d;
-            for (int64_t n = 0; n < LANES; n++) {
-                if (half) ((bf16 *)q)[to + n] = rounded(from[i + n] * p->scale);
-                else ((float *)q)[to + n] = from[i + n] * p->scale;
+        for (int64_t m = r * G; m < (r + 1) * G; m++)
+            for (int64_t d = 0; d < D; d += LANES, from += LANES) {
+                const int64_t to = units ? tile_at(m, M, D, d / TILE_INPUTS) + d % TILE_INPUTS : m * D + d;
+                for (int n = 0; n < LANES; n++) {
+                    if (half) ((bf16 *)q)[to + n] = rounded(from[n] * scale);
+                    else ((float *)q)[to + n] = from[n] * scale;
+                }
             }
-        }
     }
 }
 
@@ -467,8 +474,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         const int64_t seen = clip(sight->low - low), stop = clip(sight->dense - low + sight->length);
         float *row = full_weight + m * BLOCK;
         if (p->cap > 0) soften(row, p->cap);
-        for (int64_t i = 0; i < (listed ? 0 : seen); i++) row[i] = -INFINITY;
-        for (int64_t i = listed ? listed : stop; i < BLOCK; i++) row[i] = -INFINITY;
+        hide(row, listed ? 0 : seen, listed ? listed : stop);
         const int64_t begin = units ? tile_at(m, M, BLOCK, 0) : m * BLOCK;
         const int64_t step = units ? tile_at(m, M, BLOCK, 1) - begin : TILE_INPUTS;
         weigh(row, half ? half_weight + begin : NULL, step, tops + 2 * m);
@@ -524,7 +530,8 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
 
 /* Add weighted values of one more block to those of a query row. In a function of its own, so that bits are the same
    wherever it is done. */
-static __attribute__((noinline)) void add_block(int64_t D, float *sum, float *tops, const float *more, const float *next) {
+static __attribute__((noinline)) void add_block(int64_t D, float *sum, float *tops, const float *more,
+                                                const float *next) {
     if (next[0] == -INFINITY) return;
     const float both = next[0] > tops[0] ? next[0] : tops[0];
     const vec old = power(all(tops[0] - both)), new = power(all(next[0] - both));

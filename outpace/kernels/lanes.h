@@ -64,6 +64,18 @@ INLINE void store_half(bf16 *to, vec x) {
 #endif
 }
 
+/* Round two vectors, and store them side by side too. */
+INLINE void round_two(bf16 *to, vec *x) {
+#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+    const __m512i both = (__m512i)_mm512_cvtne2ps_pbh((__m512)x[1], (__m512)x[0]);
+    _mm512_storeu_si512(to, both);
+    x[0] = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_castsi512_si256(both)), 16);
+    x[1] = (vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(both, 1)), 16);
+#else
+    for (int i = 0; i < 2; i++) store_half(to + i * LANES, x[i]), x[i] = load_half(to + i * LANES);
+#endif
+}
+
 /* Whether cores hear late of each other, for they have no cache in common; see team.h. */
 _Atomic int outpace_apart;
 
