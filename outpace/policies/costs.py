@@ -155,6 +155,12 @@ class Costs:
     def _find(self, drafter: str) -> KnownDrafter | None:
         return self._known.get(drafter) or self._known.get(self._names.get(drafter, drafter))
 
+    @property
+    def known(self) -> bool:
+        """Whether costs are seconds, by a curve or a watched step; else only their ratios count."""
+        self._settle()
+        return self._curve is not None or bool(self._passes)
+
     def passes(self, rows: int, context: int, batch: int, more: int = 0) -> list[float]:
         """Seconds of a pass over ``rows``, of all sequences together, and over 1, 2, ... rows ``more``."""
         self._settle()

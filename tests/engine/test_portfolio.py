@@ -179,7 +179,7 @@ def test_dear_drafters_are_left_alone(engine):
 
 def test_costs_are_watched_for_policies_that_read_them(engine):
     watch(engine, PROMPTS[0], drafter="prompt_lookup")
-    assert not engine.costs._seen and not engine.costs._passes, "nobody asked"
+    assert not engine.costs.known, "nobody asked"
     watch(engine, PROMPTS[0], drafter="draft_model[model=tiny layers=1 policy=goodput]")
     assert 0 < engine.costs.passed(1, 0, 1) < 0.5
     assert engine.costs._drafts["draft_model[layers=1 model=tiny policy=goodput]"]
