@@ -55,6 +55,16 @@ def pytest_xdist_make_scheduler(config, log):
     return Files(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
+@pytest.fixture
+def set_threads():
+    """Sets how many threads compute; afterwards as many as before do."""
+    import torch
+
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def laws():
     """What enumeration says of all verifiers."""

@@ -74,13 +74,14 @@ typedef struct {
     int64_t read, which; /* how many coordinates of keys are read, and int32 [kv, read]: those; 0: all */
 } Choice;
 
+/* How work is cut where all blocks of a chunk are one piece, without parts: a chunk after the other, or a head. */
 enum { WHOLE = 1, BY_HEAD };
 
 /* All that the layers of a pass have in common. fused.py has the same list. */
 typedef struct {
     int64_t kv, group, width, capacity, tile, key_stride, value_stride, bfloat16, half;
     int64_t news, units, chunks, parts, choices;
-    int64_t whole; /* where all blocks of a chunk are one piece, without parts: WHOLE or BY_HEAD; see see.h */
+    int64_t whole; /* 0, WHOLE or BY_HEAD; see.h chooses */
     float *head;          /* [T, (G + 2) * kv, D]: queries, keys, values of the pass */
     void *out;            /* [T, kv * G * D], float32, or bfloat16 if `bfloat16` is set */
     const int64_t *place; /* [news, 2]: slot and row of each new key */
@@ -225,9 +226,10 @@ INLINE void soften(float *row, float cap) {
 
 /* Have no columns seen but those from `first` to `last`. */
 INLINE void hide(float *row, int64_t first, int64_t last) {
+    if (first <= 0 && last >= BLOCK) return;
     float place[LANES];
     for (int n = 0; n < LANES; n++) place[n] = (float)n;
-    for (int64_t i = 0; i < BLOCK && (first > 0 || last < BLOCK); i += LANES) {
+    for (int64_t i = 0; i < BLOCK; i += LANES) {
         const vec at = load(place) + (float)i;
         const ivec seen = (at >= all((float)first)) & (at < all((float)last));
         store(row + i, (vec)(((ivec)load(row + i) & seen) | ((ivec)all(-INFINITY) & ~seen)));
@@ -482,9 +484,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     /* What is seen by paths comes behind here, with those before it that are summed together with it. */
     const int together = units ? TILE_INPUTS : half ? 2 : 1;
     if (by_path) last = last / together * together;
-    if (units) {
-        mix_units((int)M, half_weight, first, last, value, D, out);
-    }
+    if (units) mix_units((int)M, half_weight, first, last, value, D, out);
     for (int64_t m = 0; !units && m < M; m += TALL) {
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {

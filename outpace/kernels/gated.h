@@ -49,8 +49,7 @@ static void gated_piece(const void *context, const void *self, int64_t piece) {
         for (int i = 0; i < 2; i++) {
             const Matrix part = half_of(op, i, span * SPAN, some);
             const Result own = {both + i * some, 2 * some, 0, 1};
-            const char *operands = product.operands + at[product_operands(part.kind)];
-            if (above) operands = operands_of(&part, operands, above);
+            const char *operands = operands_of(&part, product.operands + at[product_operands(part.kind)], above);
             product_piece(&part, operands, rows, own, 0, groups_of(&part));
         }
         for (int64_t row = 0; row < rows; row++) {

@@ -78,6 +78,7 @@ static void own_rows(const Product *p, int64_t piece, int64_t *row, int64_t *sto
     *row *= TILED, *stop *= TILED;
     if (*stop > p->rows) *stop = p->rows;
 }
+/* Those of a row that a tile begins with; of row 0 for all kinds of matrices. */
 static const char *operands_of(const Matrix *m, const char *operands, int64_t row) {
     return operands + row * m->inputs * (int64_t)sizeof(bf16);
 }

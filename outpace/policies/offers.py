@@ -134,7 +134,7 @@ class Prices:
         menu = self._menus.get(alike)
         if menu is None:
             read = self._reading(name) if left else 0.0
-            share = read / (0.75 * 2**long)
+            share = read / (0.75 * 2**long)  # so many tokens are left, give or take a third
             offers = self._weigh(name, budget, most, room, pool, _NEAR**near, share)
             further = self._levels(name)[1]
             best = max(offers, key=lambda one: one.gain - further * one.levels, default=None)

@@ -47,16 +47,9 @@ def halves(outputs, inputs):
     return Product([store_numbers(weights)], bias), weights.double(), bias.double()
 
 
-@pytest.fixture
-def threads():
-    """Two of them, which have rows of their own where there are many."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
-
-
-def test_many_rows_have_the_same_bits_as_few(units, threads, monkeypatch):
+def test_many_rows_have_the_same_bits_as_few(units, set_threads, monkeypatch):
+    """Where there are many, each of two threads has rows of its own."""
+    set_threads(2)
     code, _ = units
     product, *_ = halves(72, 288)
     x = rows(231, 288)

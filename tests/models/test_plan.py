@@ -65,18 +65,10 @@ def test_operations_agree_with_torch(rows, picked):
         assert torch.equal(alone[0], got[i])
 
 
-@pytest.fixture
-def threads():
-    """Whatever their number becomes, it is as before afterwards."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @compiled
 @pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_gate_beside_its_products_has_the_bits_of_one_after_the_other(kind, parts, threads):
+def test_a_gate_beside_its_products_has_the_bits_of_one_after_the_other(kind, parts, set_threads):
     """Each a call of its own; the gate and its factor are one matrix or two. Of many rows two threads have
     some of their own, by matrix units.
     """
@@ -90,8 +82,8 @@ def test_a_gate_beside_its_products_has_the_bits_of_one_after_the_other(kind, pa
         plan = Plan()
         x = plan.lent(512)
         plan.give(plan.product(down, plan.gate(activation, plan.product(gate_up, x))))
-        for rows, count in ((1, 1), (3, 1), (33, 1), (150, 1), (220, 2)):
-            torch.set_num_threads(count)
+        for rows, threads in ((1, 1), (3, 1), (33, 1), (150, 1), (220, 2)):
+            set_threads(threads)
             x_TH = numbers(rows, 512, seed=rows)
             (got,) = plan.run((rows, 0), (x_TH,))
             assert torch.equal(got, down(gated(activation, gate_up(x_TH))))

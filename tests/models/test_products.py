@@ -83,19 +83,16 @@ def test_a_product_is_nearer_than_that_of_bfloat16(kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_do_not_feel_each_other_nor_the_threads(kind):
+def test_rows_do_not_feel_each_other_nor_the_threads(kind, set_threads):
     product, _ = made(kind, 80, 768, torch.randn(80))
     x = rows(133, 768)
     x[7] *= 1e4
-    whole, threads = product(x), torch.get_num_threads()
+    whole = product(x)
     apart = ctypes.c_int.in_dll(library(), "outpace_apart")  # lines for other threads go past the caches
-    try:
-        for first, count in [(0, n) for n in range(1, 14)] + [(7, 1), (6, 3), (60, 65), (131, 2)]:
-            torch.set_num_threads(1 + count % 3)
-            for apart.value in (0, 1):
-                assert torch.equal(product(x[first : first + count]), whole[first : first + count]), count
-    finally:
-        torch.set_num_threads(threads)
+    for first, count in [(0, n) for n in range(1, 14)] + [(7, 1), (6, 3), (60, 65), (131, 2)]:
+        set_threads(1 + count % 3)
+        for apart.value in (0, 1):
+            assert torch.equal(product(x[first : first + count]), whole[first : first + count]), count
 
 
 @pytest.mark.parametrize("kind", ["F32", "BF16"])
