@@ -25,7 +25,7 @@
 
 /* TALL query rows by WIDE vectors is what a product holds in registers. */
 enum { TALL = 6, WIDE = BYTES == 32 ? 2 : 4 };
-enum { TILE = WIDE * LANES, BLOCK = 128, MOST = 32, WIDEST = 256 };
+enum { TILE = WIDE * LANES, BLOCK = 128, MOST = 3 * TILED, WIDEST = 256 };
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define DOTS
 #endif
@@ -236,12 +236,17 @@ INLINE void hide(float *row, int64_t first, int64_t last) {
     }
 }
 
-/* Turn the scores of one block into weights, in their place, or if `half` is given there, in
-   bfloat16, each 32 of them `step` behind the last; give the largest score and the sum of weights. */
-INLINE void weigh(float *row, bf16 *half, int64_t step, float *tops) {
-    vec top = all(-INFINITY), sum = {0};
+/* The largest score of a block. */
+INLINE float top_score(const float *row) {
+    vec top = all(-INFINITY);
     for (int i = 0; i < BLOCK; i += LANES) top = larger(load(row + i), top);
-    const float most = lanes_top(top);
+    return lanes_top(top);
+}
+
+/* Turn the scores of one block, of which `most` is the largest, into weights, in their place, or if `half` is given
+   there, in bfloat16, each 32 of them `step` behind the last; gives the sum of weights. */
+INLINE float weigh(float *row, float most, bf16 *half, int64_t step) {
+    vec sum = {0};
     /* Where nothing is seen, all weights are 0 whatever is taken off. */
     vec off = all(most == -INFINITY ? 0.0f : most);
     for (int i = 0; i < BLOCK; i += 2 * LANES) {
@@ -250,7 +255,7 @@ INLINE void weigh(float *row, bf16 *half, int64_t step, float *tops) {
         else store(row + i, x[0]), store(row + i + LANES, x[1]);
         sum += x[0], sum += x[1];
     }
-    tops[0] = most, tops[1] = lanes_sum(sum);
+    return lanes_sum(sum);
 }
 
 /* Copy `count` numbers. */
@@ -315,8 +320,8 @@ INLINE void order_rows(float *out, int64_t stride, int64_t rows) {
 }
 enum { BESIDE = 2 * TILE_INPUTS }; /* numbers of two vectors of pairs */
 
-/* Scores of M query rows, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are asked for
-   as in `score`. */
+/* Scores of M query rows, up to TILED, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are
+   asked for as in `score`. */
 static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
                                                   float *out, const char *values) {
     bf16 pairs[WIDEST / 2 * BESIDE] __attribute__((aligned(64)));
@@ -327,13 +332,13 @@ static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t 
             if (values) values += 4 * TILE_INPUTS;
             pair_two(key + d * tile + i, key + (d + 1) * tile + i, (ivec *)(pairs + d / 2 * BESIDE));
         }
-        tile_sums((const char *)q, M, D, 0, D, (const char *)pairs, (Share){0}, to, to);
+        tile_sums(1, (const char *)q, M, D, 0, D, (const char *)pairs, (Share){0}, to, to);
         order_rows(to.at, BLOCK, M);
     }
 }
 
-/* Values of the positions from `first` to `last`, weighted for M query rows. Weights lie in tiles; those of other
-   positions are 0 for all rows. out [M, D] */
+/* Values of the positions from `first` to `last`, weighted for M query rows, up to TILED. Weights lie in tiles; those
+   of other positions are 0 for all rows. out [M, D] */
 static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64_t first, int64_t last,
                                                 const bf16 *value, int64_t D, float *out) {
     static const bf16 none[TILE_INPUTS];
@@ -345,8 +350,49 @@ static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64
         for (int64_t i = first; i < stop; i += 2)
             pair_two(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL,
                      (ivec *)(pairs + i / 2 * BESIDE));
-        tile_sums((const char *)weight, M, BLOCK, 0, stop, (const char *)pairs, (Share){0}, to, to);
+        tile_sums(1, (const char *)weight, M, BLOCK, 0, stop, (const char *)pairs, (Share){0}, to, to);
         order_rows(to.at, D, M);
+    }
+}
+
+/* The same for more rows, TILED at a time: pairs are made once for all, and put in order before. */
+INLINE void pair_line(const bf16 *even, const bf16 *odd, bf16 *to) {
+    ivec pairs[2];
+    pair_two(even, odd, pairs);
+    order_pair((float *)to, (const vec *)pairs);
+}
+INLINE void sum_pairs(int M, const bf16 *x, int64_t inputs, int64_t stop, const bf16 *pairs, float *out,
+                      int64_t stride) {
+    for (int m = 0; m < M; m += TILED) {
+        const int rows = M - m < TILED ? M - m : TILED;
+        const Sums to = {out + m * stride, stride * (int64_t)sizeof *out, TILE_LINE};
+        if (m == 0 || rows < TILED) cut_tiles(rows);
+        tile_sums(1, (const char *)(x + m * inputs), rows, inputs, 0, stop, (const char *)pairs, (Share){0}, to, to);
+    }
+}
+static __attribute__((noinline)) void score_many(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
+                                                 float *out, const char *values) {
+    bf16 pairs[WIDEST / 2 * BESIDE] __attribute__((aligned(64)));
+    for (int64_t i = 0; i < TILE; i += TILE_INPUTS) {
+        for (int64_t d = 0; d < D; d += 2) {
+            for (int n = 0; values && n < 4 * TILE_INPUTS; n += CACHE_LINE) __builtin_prefetch(values + n, 0, 2);
+            if (values) values += 4 * TILE_INPUTS;
+            pair_line(key + d * tile + i, key + (d + 1) * tile + i, pairs + d / 2 * BESIDE);
+        }
+        sum_pairs(M, q, D, D, pairs, out + i, BLOCK);
+    }
+}
+static __attribute__((noinline)) void mix_many(int M, const bf16 *weight, int64_t first, int64_t last,
+                                               const bf16 *value, int64_t D, float *out) {
+    static const bf16 none[TILE_INPUTS];
+    const int64_t stop = (last + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
+    bf16 pairs[BLOCK / 2 * BESIDE] __attribute__((aligned(64)));
+    memset(pairs, 0, first / 2 * BESIDE * sizeof *pairs);
+    for (int64_t d = 0; d < D; d += TILE_INPUTS) {
+        for (int64_t i = first; i < stop; i += 2)
+            pair_line(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL,
+                      pairs + i / 2 * BESIDE);
+        sum_pairs(M, weight, BLOCK, stop, pairs, out + d, D);
     }
 }
 
@@ -371,7 +417,7 @@ INLINE void mix_path(int64_t m, int64_t M, const bf16 *weight, int64_t from, int
 /* Scores by either. */
 INLINE void score_rows(const Pass *p, const int half, int64_t M, Row q, Row key, int64_t tile, float *out,
                        const char *values) {
-    if (by_units(p, half)) score_units((int)M, q, p->width, key, tile, out, values);
+    if (by_units(p, half)) (M > TILED ? score_many : score_units)((int)M, q, p->width, key, tile, out, values);
     else score_tile(half, M, q, p->width, key, tile, NULL, out, values);
 }
 
@@ -477,14 +523,18 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
         float *row = full_weight + m * BLOCK;
         if (p->cap > 0) soften(row, p->cap);
         hide(row, listed ? 0 : seen, listed ? listed : stop);
+        tops[2 * m] = top_score(row);
+    }
+    /* In a loop of its own, for the processor would wait for each row's largest score: 64 sequences took 1.02. */
+    for (int64_t m = 0; m < M; m++) {
         const int64_t begin = units ? tile_at(m, M, BLOCK, 0) : m * BLOCK;
         const int64_t step = units ? tile_at(m, M, BLOCK, 1) - begin : TILE_INPUTS;
-        weigh(row, half ? half_weight + begin : NULL, step, tops + 2 * m);
+        tops[2 * m + 1] = weigh(full_weight + m * BLOCK, tops[2 * m], half ? half_weight + begin : NULL, step);
     }
     /* What is seen by paths comes behind here, with those before it that are summed together with it. */
     const int together = units ? TILE_INPUTS : half ? 2 : 1;
     if (by_path) last = last / together * together;
-    if (units) mix_units((int)M, half_weight, first, last, value, D, out);
+    if (units) (M > TILED ? mix_many : mix_units)((int)M, half_weight, first, last, value, D, out);
     for (int64_t m = 0; !units && m < M; m += TALL) {
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {
@@ -573,7 +623,7 @@ INLINE void attend_unit(const Pass *p, const Chunk *c, int64_t block, int64_t la
     char q[MOST * WIDEST * sizeof(float)] __attribute__((aligned(64)));
     float sum[2][MOST * WIDEST] __attribute__((aligned(64))), tops[2][2 * MOST];
     scale_queries(p, c, head, half, units, q);
-    if (units) cut_tiles((int)M);
+    if (units && M <= TILED) cut_tiles((int)M);
     for (int64_t i = p->whole ? 0 : block, stop = p->whole ? c->blocks : block + 1; i < stop; i++) {
         const int64_t at = c->part + (i * p->kv + head) * M;
         float *out = p->whole ? sum[i > 0] : p->part + at * D, *top = p->whole ? tops[i > 0] : p->tops + 2 * at;

@@ -57,10 +57,17 @@ static void cut_rows(Pass *p, const Look *l, int64_t row, int64_t end, int64_t t
     }
 }
 
-/* A chunk is one piece of work for each head where the longest has less than 1 / EVEN of all: threads end together all
-   the same, and no parts are written, read and merged. One row of each of 64 sequences of 450 tokens takes 0.92 so, and
-   256 rows behind 1,000 positions 0.88. Behind 3,000 they take 0.83, and 0.73 where a head follows the other: its keys
-   and values stay in the second cache, of which NEAR bytes count. */
+/* HIGH chunks or more of a slot become a third as many for matrix units, which then put keys and values in pairs less
+   often: 512 rows take 0.97 of a pass so, and 256 rows behind 3,000 positions 0.93. */
+enum { HIGH = 8 };
+static int64_t height(const Pass *p, int64_t rows, int64_t tall) {
+    return by_units(p, (int)p->half) && rows >= HIGH * tall ? MOST / p->group : tall;
+}
+
+/* A chunk is one piece of work for each head where `tall` rows of the longest have less than 1 / EVEN of all: threads
+   end together all the same, and no parts are written, read and merged. One row of each of 64 sequences of 450 tokens
+   takes 0.92 so, and 256 rows behind 1,000 positions 0.88. Behind 3,000 they take 0.83, and 0.73 where a head follows
+   the other: its keys and values stay in the second cache, of which NEAR bytes count. */
 enum { EVEN = 32, NEAR = 1 << 20 };
 
 /* Fill in what the rows of a pass see through a window (0: none). Of the rows wanted, ascending, neighbours
@@ -68,22 +75,26 @@ enum { EVEN = 32, NEAR = 1 << 20 };
    are counted. */
 void outpace_see(Pass *p, const Look *look, int64_t looks, const int64_t *wanted, int64_t count,
                  int64_t window, int64_t tall) {
-    int64_t path = 0, at = 0, longest = 0;
+    int64_t path = 0, at = 0, all = 0, most = 0, longest = 0;
     p->news = p->chunks = p->units = p->parts = 0;
     for (const Look *l = look; l < look + looks; l++) {
         const int64_t end = l->row + l->rows;
         path = look_at(p, l, window, path);
         p->news += l->rows;
-        if (count < 0) cut_rows(p, l, l->row, end, tall);
+        if (count < 0) cut_rows(p, l, l->row, end, height(p, l->rows, tall));
         while (at < count && wanted[at] < end) {
             const int64_t first = wanted[at++];
             int64_t next = first + 1;
             for (; at < count && wanted[at] == next && next < end; at++) next++;
-            cut_rows(p, l, first, next, tall);
+            cut_rows(p, l, first, next, height(p, next - first, tall));
         }
     }
-    for (int64_t i = 0; i < p->chunks; i++) longest = p->chunk[i].blocks > longest ? p->chunk[i].blocks : longest;
+    for (const Chunk *c = p->chunk; c < p->chunk + p->chunks; c++) {
+        const int64_t work = (c->rows < tall ? c->rows : tall) * c->blocks;
+        all += c->rows * c->blocks, most = work > most ? work : most;
+        longest = c->blocks > longest ? c->blocks : longest;
+    }
     const int64_t seen = longest * BLOCK * p->kv * p->width * 4; /* bytes of keys and values, at most */
-    p->whole = longest * EVEN > p->units * p->kv ? 0 : seen > NEAR ? BY_HEAD : WHOLE;
+    p->whole = most * EVEN > all * p->kv ? 0 : seen > NEAR ? BY_HEAD : WHOLE;
     if (p->whole) p->parts = 0;
 }

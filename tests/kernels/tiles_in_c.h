@@ -29,6 +29,7 @@ static inline void tile_load(int tile, const void *from, int64_t stride) {
     for (int i = 0; i < now_cut.lines[tile]; i++)
         memcpy(tiles[tile][i], (const char *)from + i * stride, now_cut.bytes[tile]);
 }
+static inline void tile_pass(int tile, const void *from, int64_t stride) { tile_load(tile, from, stride); }
 static inline void tile_store(int tile, void *to, int64_t stride) {
     for (int i = 0; i < now_cut.lines[tile]; i++)
         memcpy((char *)to + i * stride, tiles[tile][i], now_cut.bytes[tile]);

@@ -1,6 +1,7 @@
 """Compiled attention gives what products give, and a row the same bits whatever is beside it."""
 
 import random
+from itertools import pairwise
 
 import pytest
 import torch
@@ -148,26 +149,33 @@ def test_a_row_gets_the_same_bits_whatever_is_beside_it(dtype):
 
 @needs_code
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("chain", [True, False])
 @pytest.mark.parametrize("base,whole", [(300, 1), (1300, 2)])
-def test_many_rows_have_the_same_bits_as_few(dtype, base, whole):
-    """Of many, all that a row sees is one piece of work; of few, each block is."""
-    shape, parents = heads(*GROUPED), list(range(-1, 129))
+def test_many_rows_have_the_same_bits_as_few(dtype, chain, base, whole):
+    """Of many, all that a row sees is one piece of work, and so are more rows; of few, each block is."""
+    shape, coins, most = heads(*GROUPED), random.Random(base), 127
+    parents = [-1, *(i - 1 if chain else coins.randrange(max(0, i - 9), i) for i in range(1, most))]
+    head = torch.randn(most, 15, 64, generator=torch.Generator().manual_seed(3))
 
-    def run(count, threads):
+    def run(ends, threads):
         cache = DenseCache(1, shape.kv, shape.width, dtype=dtype, tiled=True)
         cache.resize(1, 1536)
         for seed, store in enumerate((cache.key_store, cache.value_store)):
             store.copy_(torch.randn(store.shape, generator=torch.Generator().manual_seed(seed)))
-        spans = [span(0, 0, base, parents[:count])]
-        attend = FusedAttention(cache, spans, count, shape, frozenset({None}), torch.float32)
-        attend.head_TXD.copy_(torch.randn(130, 15, 64, generator=torch.Generator().manual_seed(3))[:count])
-        attend._threads = threads
-        return attend(0, None).clone(), attend._views[None].told.whole
+        outs, ways = [], set()
+        for first, end in pairwise(ends):
+            spans = [span(0, 0, base, parents[:end], first)]
+            attend = FusedAttention(cache, spans, end - first, shape, frozenset({None}), torch.float32)
+            attend.head_TXD.copy_(head[first:end])
+            attend._threads = threads
+            outs.append(attend(0, None).clone())
+            ways.add(attend._views[None].told.whole)
+        return torch.cat(outs), ways
 
-    many, piece = run(130, 2)
-    few, part = run(40, 1)
-    assert (piece, part) == (whole, 0)
-    assert torch.equal(many[:40], few)
+    many, piece = run((0, most), 2)
+    few, parts = run((0, 42, 84, most), 1)
+    assert (piece, parts) == ({whole}, {0})
+    assert torch.equal(many, few)
 
 
 @needs_code
