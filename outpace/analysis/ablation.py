@@ -54,10 +54,10 @@ class _Lines(Costs):
 
 
 class _Full(Pool):
-    """Trees have all the nodes and levels that they were asked for."""
+    """Trees have all the levels that they were asked for."""
 
-    def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
-        return [(float(width), float(level)) for level in range(1, depth + 1)]
+    def levels(self, depth: int, width: int) -> float:
+        return float(depth)
 
 
 class _FullTrees(Auto):
@@ -96,7 +96,7 @@ def variants(constants: bool = False) -> dict[str, Callable[[], Policy]]:
         found[told] = partial(_made, Auto, Costs, replace(TUNING, **{name: value}))
     found["throughput of the step itself"] = partial(_made, _PlainRate, Costs, TUNING)
     found["passes corrected by number of guesses"] = partial(_made, Auto, _Lines, TUNING)
-    found["size of trees that stop by themselves"] = partial(_made, _FullTrees, Costs, TUNING)
+    found["levels of trees that stop by themselves"] = partial(_made, _FullTrees, Costs, TUNING)
     found["narrower trees"] = partial(_made, _OneWidth, Costs, TUNING)
     return found
 

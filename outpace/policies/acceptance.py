@@ -21,8 +21,8 @@ from outpace.types import Budget
 
 Kind = tuple[str | int, ...]
 """What is counted: KEPT guesses, by level and width of a tree. Likewise the levels that it HAS, of those
-asked for. NODES of a tree, over its levels, by width. Each part narrows it down."""
-KEPT, HAS, NODES = "kept", "has", "nodes"
+asked for. Each part narrows it down."""
+KEPT, HAS = "kept", "has"
 
 
 class Ratio:
@@ -76,20 +76,18 @@ class Pool:
                 one = self.tally[kind[:end]] = Ratio()
             one.add(kept, expected, self.tuning.pool)
 
-    def sizes(self, width: int, depth: int) -> list[tuple[float, float]]:
-        """Nodes and levels of trees cut at depth 1, 2, ...: a drafter may stop earlier by itself."""
-        each, reached, total, found = self.ratio(NODES, width), 1.0, 0.0, []
-        for level in range(depth):
-            reached *= self.ratio(HAS, level, width) if level else 1.0
+    def levels(self, depth: int, width: int) -> float:
+        """Levels of a tree of so many at most: a drafter may stop earlier by itself."""
+        reached = total = 1.0
+        for level in range(1, depth):
+            reached *= self.ratio(HAS, level, width)
             total += reached
-            found.append((min(float(width), total * each), total))
-        return found
+        return total
 
-    def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
-        """Take in how large a tree became that might have had ``depth`` levels."""
+    def grew(self, width: int, depth: int, levels: int) -> None:
+        """Take in how many levels a tree had that might have had ``depth``."""
         for level in range(min(depth, levels + 1)):
             self.add(level < levels, 1.0, HAS, level, width)
-        self.add(nodes, levels, NODES, width)
 
     def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""
@@ -100,7 +98,7 @@ class Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
         for (what, *rest), kept, expected in data:
-            if what not in (KEPT, HAS, NODES) or not all(type(part) is int for part in rest):
+            if what not in (KEPT, HAS) or not all(type(part) is int for part in rest):
                 raise TypeError(f"need a kind of guess, got {[what, *rest]}")
             pool.tally |= {(what, *rest): Ratio(kept, expected)}
         return pool

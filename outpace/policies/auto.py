@@ -194,7 +194,7 @@ class Auto(Policy):
         for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
             loss, offer = min([(prices.draft(name, one.levels) - one.gain, one) for one in menu.offers[:2]])
-            loss += chosen[i].gain if i in chosen else 0.0 if chosen else prices.begun(offer.rows)
+            loss += chosen[i].gain if i in chosen else 0.0 if chosen else prices.begun(offer.nodes)
             # While a lookup copies well, others wait. What a bad moment taught is not believed for ever.
             saved = 0.0 if i in chosen else -self._wait * step * self.tuning.explore
             if loss <= max(1.0, saved):
@@ -218,7 +218,7 @@ class Auto(Policy):
                 guesses.append((seen.accepted, offer.stated, (KEPT,)))
         else:
             if offer.width:
-                pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
+                pool.grew(offer.width, offer.depth, seen.depth)
             # Silence where a level was asked for is a level that was not kept.
             refused = not seen.censored and seen.accepted < offer.depth
             for level in range(seen.accepted + refused):

@@ -29,11 +29,10 @@ class Offer(NamedTuple):
     depth: int
     kept: float
     """Tokens expected to be kept."""
-    rows: float
-    """Guesses expected; a drafter may stop by itself."""
     width: int = 0
     """Of a dynamic tree."""
     levels: float = 0.0
+    """Expected: a drafter may stop by itself."""
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
 
@@ -119,7 +118,7 @@ class Prices:
             if (gain := kept - self.rate * more_R[n]) > best[0]:
                 best = gain, n, kept, stated
         gain, count, kept, stated = best
-        return Offer(gain, name, count, count, kept, count, stated=stated)
+        return Offer(gain, name, count, count, kept, stated=stated)
 
     def menu(self, name: str, budget: Budget, limit: Budget, pool: Pool, here: float, left: int) -> Menu:
         """What a drafter offers that has to be asked; weighed once for all sequences that are alike.
@@ -147,7 +146,7 @@ class Prices:
         """The draft that gains most with 1, 2, ... levels at most."""
         best_D: dict[int, Offer] = {}
         width, rate, hope = -1, self.rate, pool.tuning.hope * here
-        for nodes, depth, own, ratio, made, levels, seconds in self._sizes(budget, pool):
+        for nodes, depth, own, ratio, levels, seconds in self._sizes(budget, pool):
             if nodes > most or depth > room:
                 continue
             if own != width:
@@ -156,41 +155,38 @@ class Prices:
             kept += whole
             gain = kept - rate * (seconds + read)
             if depth not in best_D or gain > best_D[depth].gain:
-                best_D[depth] = Offer(gain, name, nodes, depth, kept, made, width, levels)
+                best_D[depth] = Offer(gain, name, nodes, depth, kept, width, levels)
         return list(accumulate([best_D[depth] for depth in sorted(best_D)], max))
 
-    def _sized(self, budget: Budget, pool: Pool) -> list[tuple[int, int, int, float, float, float, float]]:
-        """Drafts: nodes, depth, width of a tree, what the chance of the last level is worth. Then nodes and
-        levels that are expected, and seconds that these add to a pass.
+    def _sized(self, budget: Budget, pool: Pool) -> list[tuple[int, int, int, float, float, float]]:
+        """Drafts: nodes, depth, width of a tree, what the chance of the last level is worth. Then levels that
+        are expected, and seconds that the nodes add to a pass.
         """
         found, row_R = [], self._row_R
         for nodes, depth in pool.sizes_to_weigh(budget):
             if nodes < len(row_R):
                 width = nodes if budget.shape.beam else 0
                 ratio = pool.ratio(KEPT, depth - 1, width)
-                made, levels = pool.sizes(width, depth)[-1] if width else (nodes, depth)
-                low = min(int(made), len(row_R) - 2)
-                seconds = row_R[low] + (made - low) * (row_R[low + 1] - row_R[low])
-                found.append((nodes, depth, width, ratio, made, levels, seconds))
+                levels = pool.levels(depth, width) if width else depth
+                found.append((nodes, depth, width, ratio, levels, row_R[nodes]))
         return found
 
     def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
         """Of what was offered to sequences, best first, as many as gain most together."""
         found: dict[int, Offer] = {}
         pass_R = self._pass_R
-        best, guesses, kept, nodes, last = 0.0, 0.0, 0.0, 0, len(pass_R) - 1
+        best, kept, nodes, last = 0.0, 0.0, 0, len(pass_R) - 1
         order = sorted(offer_B, key=offer_B.__getitem__, reverse=True)
         for n, i in enumerate(order, 1):
-            guesses, kept = guesses + offer_B[i].rows, kept + offer_B[i].kept
-            nodes, count = nodes + offer_B[i].nodes, round(guesses)
-            gain = kept - self.rate * pass_R[min(count, last)] * max(1.0, count / last)
+            nodes, kept = nodes + offer_B[i].nodes, kept + offer_B[i].kept
+            gain = kept - self.rate * pass_R[min(nodes, last)] * max(1.0, nodes / last)
             if nodes <= self.foreseen and gain > best:
                 best, found = gain, {j: offer_B[j] for j in order[:n]}
         return found
 
-    def begun(self, rows: float) -> float:
+    def begun(self, nodes: int) -> float:
         """What the first guesses of a pass cost, more than their share of what many do."""
-        n = min(round(rows), len(self._row_R) - 1)
+        n = min(nodes, len(self._row_R) - 1)
         return self.rate * max(0.0, self._pass_R[n] - self._row_R[n])
 
     def plan(self, row: PolicyRow, offer: Offer | None, reason: str) -> Plan:

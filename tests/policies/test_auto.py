@@ -130,7 +130,7 @@ def taught(policy, state, kept, drafter="m"):
     """Has a policy see what became of drafts of one guess."""
     row = PolicyRow(state, {drafter: Budget(1, 1)}, Budget(9, 9), None)
     for hit in kept:
-        state.asked = Offer(0.0, drafter, 1, 1, 0.6, 1.0)
+        state.asked = Offer(0.0, drafter, 1, 1, 0.6)
         policy.learn([row], [Evidence(drafter, 1, 1, hit, False)])
 
 
