@@ -4,8 +4,9 @@
     decode    a step of all sequences whose prompt is in the cache
 
 The two alternate, so a long prompt delays the others by one chunk per step. The chunk grows with the
-tokens that a step brings, up to 4 times: otherwise drafts would starve the queue. Prefill has passes
-of its own, because results of small passes do not depend on their neighbours to the last bit.
+tokens that a step brings, up to 4 times. Otherwise drafts would starve the queue, and a large batch would
+not stay full. Prefill has passes of its own, because results of small passes do not depend on their
+neighbours to the last bit.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ from outpace.step import prefill, step
 
 _MOST_CHUNKS = 4
 """Chunks of one prefill pass: so many while nobody decodes, and at most so many otherwise."""
+_FED = 16
+"""Sequences that one chunk per step keeps busy. 64 clients get 1.15 times as much with more beside more, and
+their first tokens come in half the time."""
 
 
 class Scheduler:
@@ -30,7 +34,7 @@ class Scheduler:
         machine: its cache holds a slot for every sequence that joins, with a prefix of its
             tokens, and its drafters are those that the sequences name. Beside sequences that
             decode ``machine.chunk`` tokens are read for each that their last step brought them on
-            average, at most four times as many.
+            average. Beside many it is more, and four times as many at most.
     """
 
     def __init__(self, machine: Machine) -> None:
@@ -84,8 +88,8 @@ class Scheduler:
         return reading, [row for row in self.active if not row.reading]
 
     def _most(self, decoding: list[ActiveSequence]) -> int:
-        chunks = min(max(1.0, self._emitted), _MOST_CHUNKS) if decoding else _MOST_CHUNKS
-        return round(self.machine.chunk * chunks)
+        chunks = max(1.0, self._emitted) * max(1.0, len(decoding) / _FED)
+        return round(self.machine.chunk * min(chunks if decoding else _MOST_CHUNKS, _MOST_CHUNKS))
 
     def _left_to_read(self, row: ActiveSequence) -> int:
         return row.goal - self.machine.cache.length(row.slot)

@@ -17,7 +17,7 @@ cost is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -36,6 +36,10 @@ _DEAREST = 1.5
 """What a row more costs at most before one was seen, in passes over a batch for each of its sequences. A
 fifth of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With
 1, noisy clocks lose 0.01."""
+
+_TOLD = 8.0
+"""Sequences per guess from which on passes tell what a row more costs: how much they vary is a tenth. Single
+guesses of trials told that a row costs a pass, which forbade drafts to 32 and 64 clients."""
 
 
 class Line:
@@ -85,6 +89,14 @@ class Passes(Line):
         self.size, self.most = size, 0  # sequences; guesses of the largest pass
         self.off: dict[int, tuple[float, float, int]] = {}
         """Bin of guesses -> weight, what passes take over the line's value, when it was last seen."""
+
+    def follow(self, others: Iterable[Passes]) -> None:
+        """Until enough was seen, have a row more cost what it does where that is known best."""
+        if self._vv < (self.size / _TOLD) ** 2:
+            best = max(others, key=lambda one: one._vv / one.a**2)
+            if best._vv * self.a**2 > self._vv * best.a**2:
+                self.b = best.b
+            self.b = min(self.b, _DEAREST * self.a / self.size)
 
     def took(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
@@ -255,16 +267,16 @@ class Costs:
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        if found := self._passes.get(_power(batch)):
-            return found
-        near = _nearest(self._passes, batch)
+        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
         if near is None:
             ratio = min(self.tuning.part, _DEAREST / batch) if self._curve is None else 1.0
             return self.form(None, ratio, batch, self.tuning)
-        a, b = near.a, near.b
+        if found is None:
+            a = near.a if self._curve else max(near.b, near.a + near.b * (batch - near.size))
+            found = self.form(a, near.b / a, batch, self.tuning)
         if self._curve is None:
-            a = max(b, a + b * (batch - near.size))
-        return self.form(a, b / a, batch, self.tuning)
+            found.follow(self._passes.values())
+        return found
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:
         """Passes with 0, 1, 2, ... guesses, by the curve alone; as many at least."""
