@@ -25,7 +25,7 @@
 
 /* TALL query rows by WIDE vectors is what a product holds in registers. */
 enum { TALL = 6, WIDE = BYTES == 32 ? 2 : 4 };
-enum { TILE = WIDE * LANES, BLOCK = 128, MOST = 3 * TILED, WIDEST = 256 };
+enum { TILE = WIDE * LANES, BLOCK = 128, MOST = TILES ? 3 * TILED : TILED, WIDEST = 256 };
 #if defined(__AVX512BF16__) && defined(__AVX512BW__)
 #define DOTS
 #endif

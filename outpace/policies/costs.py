@@ -37,10 +37,6 @@ _DEAREST = 1.5
 fifth of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With
 1, noisy clocks lose 0.01."""
 
-_TOLD = 8.0
-"""Sequences per guess from which on passes tell what a row more costs: how much they vary is a tenth. Single
-guesses of trials told that a row costs a pass, which forbade drafts to 32 and 64 clients."""
-
 
 class Line:
     """y = a * u + b * v by least squares that forget, at first with these ``a`` and ``ratio`` = b / a.
@@ -91,8 +87,10 @@ class Passes(Line):
         """Bin of guesses -> weight, what passes take over the line's value, when it was last seen."""
 
     def follow(self, others: Iterable[Passes]) -> None:
-        """Until enough was seen, have a row more cost what it does where that is known best."""
-        if self._vv < (self.size / _TOLD) ** 2:
+        """Until as many guesses were seen as a first draft has, have one cost what it does where that is best
+        known. A pass varies by what some guesses cost: the single one of a trial tells little.
+        """
+        if self._vv < (self.size / self._tuning.first) ** 2:
             best = max(others, key=lambda one: one._vv / one.a**2)
             if best._vv * self.a**2 > self._vv * best.a**2:
                 self.b = best.b
@@ -272,7 +270,7 @@ class Costs:
             ratio = min(self.tuning.part, _DEAREST / batch) if self._curve is None else 1.0
             return self.form(None, ratio, batch, self.tuning)
         if found is None:
-            a = near.a if self._curve else max(near.b, near.a + near.b * (batch - near.size))
+            a = near.a if self._curve is not None else max(near.b, near.a + near.b * (batch - near.size))
             found = self.form(a, near.b / a, batch, self.tuning)
         if self._curve is None:
             found.follow(self._passes.values())
