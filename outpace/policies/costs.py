@@ -92,7 +92,7 @@ class Passes(Line):
         """
         if self._vv < (self.size / self._tuning.first) ** 2:
             best = max(others, key=lambda one: one._vv / one.a**2)
-            if best._vv * self.a**2 > self._vv * best.a**2:
+            if best._vv:
                 self.b = best.b
             self.b = min(self.b, _DEAREST * self.a / self.size)
 
@@ -265,13 +265,16 @@ class Costs:
 
     def _of(self, batch: int) -> Passes:
         """Passes over about so many sequences; at first like the nearest."""
-        found, near = self._passes.get(_power(batch)), _nearest(self._passes, batch)
-        if near is None:
-            ratio = min(self.tuning.part, _DEAREST / batch) if self._curve is None else 1.0
-            return self.form(None, ratio, batch, self.tuning)
+        found = self._passes.get(_power(batch))
         if found is None:
-            a = near.a if self._curve is not None else max(near.b, near.a + near.b * (batch - near.size))
-            found = self.form(a, near.b / a, batch, self.tuning)
+            near = _nearest(self._passes, batch)
+            if near is None:
+                ratio = min(self.tuning.part, _DEAREST / batch) if self._curve is None else 1.0
+                return self.form(None, ratio, batch, self.tuning)
+            a, b = near.a, near.b
+            if self._curve is None:
+                a = max(b, a + b * (batch - near.size))
+            found = self.form(a, b / a, batch, self.tuning)
         if self._curve is None:
             found.follow(self._passes.values())
         return found
