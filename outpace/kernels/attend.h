@@ -320,80 +320,63 @@ INLINE void order_rows(float *out, int64_t stride, int64_t rows) {
 }
 enum { BESIDE = 2 * TILE_INPUTS }; /* numbers of two vectors of pairs */
 
-/* Scores of M query rows, up to TILED, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are
-   asked for as in `score`. */
-static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
-                                                  float *out, const char *values) {
-    bf16 pairs[WIDEST / 2 * BESIDE] __attribute__((aligned(64)));
-    for (int64_t i = 0; i < TILE; i += TILE_INPUTS) {
-        const Sums to = {out + i, BLOCK * sizeof *out, TILE_LINE};
-        for (int64_t d = 0; d < D; d += 2) {
-            for (int n = 0; values && n < 4 * TILE_INPUTS; n += CACHE_LINE) __builtin_prefetch(values + n, 0, 2);
-            if (values) values += 4 * TILE_INPUTS;
-            pair_two(key + d * tile + i, key + (d + 1) * tile + i, (ivec *)(pairs + d / 2 * BESIDE));
-        }
-        tile_sums(1, (const char *)q, M, D, 0, D, (const char *)pairs, (Share){0}, to, to);
-        order_rows(to.at, BLOCK, M);
-    }
+/* A line of pairs. `many` rows, more than TILED, find it in order; of few rows what comes of it is put in order. */
+INLINE void pair_line(const bf16 *even, const bf16 *odd, const int many, bf16 *to) {
+    pair_two(even, odd, (ivec *)to);
+    if (many) order_rows((float *)to, 0, 1);
 }
 
-/* Values of the positions from `first` to `last`, weighted for M query rows, up to TILED. Weights lie in tiles; those
-   of other positions are 0 for all rows. out [M, D] */
-static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64_t first, int64_t last,
-                                                const bf16 *value, int64_t D, float *out) {
-    static const bf16 none[TILE_INPUTS];
-    const int64_t stop = (last + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
-    bf16 pairs[BLOCK / 2 * BESIDE] __attribute__((aligned(64)));
-    memset(pairs, 0, first / 2 * BESIDE * sizeof *pairs);
-    for (int64_t d = 0; d < D; d += TILE_INPUTS) {
-        const Sums to = {out + d, D * (int64_t)sizeof *out, TILE_LINE};
-        for (int64_t i = first; i < stop; i += 2)
-            pair_two(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL,
-                     (ivec *)(pairs + i / 2 * BESIDE));
-        tile_sums(1, (const char *)weight, M, BLOCK, 0, stop, (const char *)pairs, (Share){0}, to, to);
-        order_rows(to.at, D, M);
-    }
-}
-
-/* The same for more rows, TILED at a time: pairs are made once for all, and put in order before. */
-INLINE void pair_line(const bf16 *even, const bf16 *odd, bf16 *to) {
-    ivec pairs[2];
-    pair_two(even, odd, pairs);
-    order_pair((float *)to, (const vec *)pairs);
-}
-INLINE void sum_pairs(int M, const bf16 *x, int64_t inputs, int64_t stop, const bf16 *pairs, float *out,
-                      int64_t stride) {
+/* M rows, which lie in tiles, times `stop` inputs of pairs, TILED rows at a time. Tiles are cut for few rows. */
+INLINE void sum_pairs(const int many, int M, const bf16 *x, int64_t inputs, int64_t stop, const bf16 *pairs,
+                      float *out, int64_t stride) {
     for (int m = 0; m < M; m += TILED) {
         const int rows = M - m < TILED ? M - m : TILED;
         const Sums to = {out + m * stride, stride * (int64_t)sizeof *out, TILE_LINE};
-        if (m == 0 || rows < TILED) cut_tiles(rows);
+        if (many && (m == 0 || rows < TILED)) cut_tiles(rows);
         tile_sums(1, (const char *)(x + m * inputs), rows, inputs, 0, stop, (const char *)pairs, (Share){0}, to, to);
     }
+    if (!many) order_rows(out, stride, M);
 }
-static __attribute__((noinline)) void score_many(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
-                                                 float *out, const char *values) {
+
+/* Scores of M query rows, which lie in tiles, with TILE neighbouring positions; out [M, BLOCK]. Values are asked for
+   as in `score`. */
+INLINE void score_pairs(const int many, int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile, float *out,
+                        const char *values) {
     bf16 pairs[WIDEST / 2 * BESIDE] __attribute__((aligned(64)));
     for (int64_t i = 0; i < TILE; i += TILE_INPUTS) {
         for (int64_t d = 0; d < D; d += 2) {
             for (int n = 0; values && n < 4 * TILE_INPUTS; n += CACHE_LINE) __builtin_prefetch(values + n, 0, 2);
             if (values) values += 4 * TILE_INPUTS;
-            pair_line(key + d * tile + i, key + (d + 1) * tile + i, pairs + d / 2 * BESIDE);
+            pair_line(key + d * tile + i, key + (d + 1) * tile + i, many, pairs + d / 2 * BESIDE);
         }
-        sum_pairs(M, q, D, D, pairs, out + i, BLOCK);
+        sum_pairs(many, M, q, D, D, pairs, out + i, BLOCK);
     }
 }
-static __attribute__((noinline)) void mix_many(int M, const bf16 *weight, int64_t first, int64_t last,
-                                               const bf16 *value, int64_t D, float *out) {
+static __attribute__((noinline)) void score_units(int M, const bf16 *q, int64_t D, const bf16 *key, int64_t tile,
+                                                  float *out, const char *values) {
+    if (M > TILED) score_pairs(1, M, q, D, key, tile, out, values);
+    else score_pairs(0, M, q, D, key, tile, out, values);
+}
+
+/* Values of the positions from `first` to `last`, weighted for M query rows. Weights lie in tiles; those of other
+   positions are 0 for all rows. out [M, D] */
+INLINE void mix_pairs(const int many, int M, const bf16 *weight, int64_t first, int64_t last, const bf16 *value,
+                      int64_t D, float *out) {
     static const bf16 none[TILE_INPUTS];
     const int64_t stop = (last + TILE_INPUTS - 1) / TILE_INPUTS * TILE_INPUTS;
     bf16 pairs[BLOCK / 2 * BESIDE] __attribute__((aligned(64)));
     memset(pairs, 0, first / 2 * BESIDE * sizeof *pairs);
     for (int64_t d = 0; d < D; d += TILE_INPUTS) {
         for (int64_t i = first; i < stop; i += 2)
-            pair_line(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL,
+            pair_line(i < last ? value + i * D + d : none, i + 1 < last ? value + (i + 1) * D + d : NULL, many,
                       pairs + i / 2 * BESIDE);
-        sum_pairs(M, weight, BLOCK, stop, pairs, out + d, D);
+        sum_pairs(many, M, weight, BLOCK, stop, pairs, out + d, D);
     }
+}
+static __attribute__((noinline)) void mix_units(int M, const bf16 *weight, int64_t first, int64_t last,
+                                                const bf16 *value, int64_t D, float *out) {
+    if (M > TILED) mix_pairs(1, M, weight, first, last, value, D, out);
+    else mix_pairs(0, M, weight, first, last, value, D, out);
 }
 
 /* Add values of the positions from `from` to `stop`, of which those from `dense` on lie where `path` says, weighted
@@ -417,7 +400,7 @@ INLINE void mix_path(int64_t m, int64_t M, const bf16 *weight, int64_t from, int
 /* Scores by either. */
 INLINE void score_rows(const Pass *p, const int half, int64_t M, Row q, Row key, int64_t tile, float *out,
                        const char *values) {
-    if (by_units(p, half)) (M > TILED ? score_many : score_units)((int)M, q, p->width, key, tile, out, values);
+    if (by_units(p, half)) score_units((int)M, q, p->width, key, tile, out, values);
     else score_tile(half, M, q, p->width, key, tile, NULL, out, values);
 }
 
@@ -534,7 +517,7 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
     /* What is seen by paths comes behind here, with those before it that are summed together with it. */
     const int together = units ? TILE_INPUTS : half ? 2 : 1;
     if (by_path) last = last / together * together;
-    if (units) (M > TILED ? mix_many : mix_units)((int)M, half_weight, first, last, value, D, out);
+    if (units) mix_units((int)M, half_weight, first, last, value, D, out);
     for (int64_t m = 0; !units && m < M; m += TALL) {
         int64_t d = 0;
         for (; d + TILE <= D; d += TILE) {
