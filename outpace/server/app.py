@@ -47,7 +47,7 @@ from outpace.server.limits import Limits
 from outpace.server.metrics import CONTENT_TYPE, Meters
 from outpace.server.middleware import Counting, Defects, Guard, Stopping
 from outpace.server.parsing import BodyParser
-from outpace.server.request_handler import RequestHandler
+from outpace.server.request_handler import Mailbox, RequestHandler
 from outpace.server.schema import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from outpace.server.sse import EventStream, event, until_left
 from outpace.server.wording import Names
@@ -76,7 +76,7 @@ class Server:
         self.service, self.name, self.limits = service, name, limits
         self.tokenizer = target.tokenizer
         self.fingerprint = f"outpace-{__version__}-{target.digest}"
-        self.began = int(time.time())
+        self.began, self._mail = int(time.time()), Mailbox()
         self._under_way: Counter[str] = Counter()
         self.meters = Meters(
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
@@ -93,7 +93,9 @@ class Server:
     ) -> Response:
         began = time.perf_counter()
         wanted = await off_loop(read, names)
-        handler = RequestHandler(self.service, wanted, self.meters, began, self.limits.request_seconds)
+        handler = RequestHandler(
+            self.service, wanted, self.meters, self._mail, began, self.limits.request_seconds
+        )
         writes = writer(wanted, self.name, self.fingerprint, self.tokenizer)
         writes.number = request.scope.get("number")
         writes.lossless = all(self.service.lossless(one) for one in wanted.requests)
