@@ -19,7 +19,7 @@ from outpace.cache.dense import DenseCache
 from outpace.models.blocks import Form, read_block
 from outpace.models.families import DecoderConfig
 from outpace.models.few_rows import attend_few, few_is_best
-from outpace.models.fused import attention
+from outpace.models.fused import attention, stored
 from outpace.models.memory import LayersOnly
 from outpace.models.passes import PassRows
 from outpace.models.plan import Plan
@@ -80,7 +80,8 @@ class OneLayer:
 
     def new_cache(self) -> DenseCache:
         """An empty cache for this layer."""
-        return DenseCache(1, self.heads.kv, self.heads.width, device=self.device)
+        dtype = stored(self.heads, self.dtype, self.device)
+        return DenseCache(1, self.heads.kv, self.heads.width, device=self.device, dtype=dtype)
 
     def run(
         self, rows: PassRows, cache: DenseCache, offsets: Sequence[int], x_TH: Tensor, u_TI: Tensor
