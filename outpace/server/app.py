@@ -7,7 +7,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from importlib import resources
 from typing import TypeVar
 
@@ -76,7 +76,8 @@ class Server:
         self.service, self.name, self.limits = service, name, limits
         self.tokenizer = target.tokenizer
         self.fingerprint = f"outpace-{__version__}-{target.digest}"
-        self.began, self._mail = int(time.time()), Mailbox()
+        self.began = int(time.time())
+        self._mail_of = lru_cache(maxsize=1)(Mailbox)
         self._under_way: Counter[str] = Counter()
         self.meters = Meters(
             name, service.stats, dict.fromkeys(service.drafters, True) | dict.fromkeys(service.lossy, False)
@@ -93,9 +94,8 @@ class Server:
     ) -> Response:
         began = time.perf_counter()
         wanted = await off_loop(read, names)
-        handler = RequestHandler(
-            self.service, wanted, self.meters, self._mail, began, self.limits.request_seconds
-        )
+        mail = self._mail_of(asyncio.get_running_loop())
+        handler = RequestHandler(self.service, wanted, self.meters, mail, began, self.limits.request_seconds)
         writes = writer(wanted, self.name, self.fingerprint, self.tokenizer)
         writes.number = request.scope.get("number")
         writes.lossless = all(self.service.lossless(one) for one in wanted.requests)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections import deque
 from collections.abc import AsyncGenerator
@@ -19,39 +20,36 @@ from outpace.serving.service import Service
 
 
 class Mailbox:
-    """Brings events from the service's thread to queues of event loops.
+    """Brings events from any thread to queues of an event loop.
 
-    A loop is woken once for all that a pass gave. Woken for each of 64 answers, it held the service's thread
-    up for 1.2 ms more between two passes.
+    The loop is woken once for all that a pass gave. Woken for each of 64 answers, it held the service up
+    for 1.2 ms more between two passes.
     """
 
-    def __init__(self) -> None:
-        self._posted: dict[asyncio.AbstractEventLoop, deque[tuple[asyncio.Queue[Any], Event]]] = {}
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop, self._woken = loop, False
+        self._posted: deque[tuple[asyncio.Queue[Any], Event]] = deque()
 
-    def post(self, loop: asyncio.AbstractEventLoop, queue: asyncio.Queue[Any], event: Event) -> None:
-        """Put an event into a queue of a loop, from any thread; nothing is done once the loop has ended."""
-        posted = self._posted.setdefault(loop, deque())
-        posted.append((queue, event))
-        if len(posted) > 1:
-            return  # what empties it is under way
-        try:
-            loop.call_soon_threadsafe(self._empty, posted)
-        except RuntimeError:
-            self._posted.pop(loop, None)
+    def post(self, queue: asyncio.Queue[Any], event: Event) -> None:
+        """Put an event into a queue of the loop."""
+        self._posted.append((queue, event))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop has ended: nobody listens
+                self._loop.call_soon_threadsafe(self._deliver)
 
-    @staticmethod
-    def _empty(posted: deque[tuple[asyncio.Queue[Any], Event]]) -> None:
-        while posted:
-            queue, event = posted[0]
+    def _deliver(self) -> None:
+        self._woken = False  # first, so that what is posted from now on wakes the loop again
+        while self._posted:
+            queue, event = self._posted.popleft()
             queue.put_nowait(event)
-            posted.popleft()
 
 
 class RequestHandler:
     """The answers of one request under way. Lives on an event loop.
 
     Args:
-        mail: brings what the service tells.
+        mail: of the loop; brings what the service tells.
         began: when the request was there, by ``time.perf_counter``.
         seconds: how long it may take from then on.
     """
@@ -79,13 +77,12 @@ class RequestHandler:
         Raises:
             ApiError: 429, the queue is full; 503, the service ends or has broken.
         """
-        loop = asyncio.get_running_loop()
         for number, request in enumerate(self.wanted.requests):
             first = number * self.wanted.n
 
             def listen(event: Event, first: int = first) -> None:
                 event = replace(event, index=first + event.index) if first else event
-                self._mail.post(loop, self._queue, event)
+                self._mail.post(self._queue, event)
 
             try:
                 self._tickets.append(self._service.submit(request, listen, key=key))

@@ -45,7 +45,8 @@ def leaves(kind, first):
     service = Silent()
 
     async def go():
-        call = kind(service, Asked(), Meters("m", ServiceStats), Mailbox(), time.perf_counter(), 20)
+        mail = Mailbox(asyncio.get_running_loop())
+        call = kind(service, Asked(), Meters("m", ServiceStats), mail, time.perf_counter(), 20)
         call.start("")
 
         async def read():
@@ -70,28 +71,27 @@ def leaves(kind, first):
 
 def test_a_loop_is_woken_once_for_what_a_pass_gives_and_hears_all_of_it_in_order():
     async def go():
-        mail, loop, queues = Mailbox(), asyncio.get_running_loop(), [asyncio.Queue() for _ in range(3)]
+        loop, queues = asyncio.get_running_loop(), [asyncio.Queue() for _ in range(3)]
+        mail = Mailbox(loop)
         woken, wake = [], loop.call_soon_threadsafe
         loop.call_soon_threadsafe = lambda *what: woken.append(1) or wake(*what)
 
         def tell(numbers):
             for number in numbers:
-                mail.post(loop, queues[number % 3], number)
+                mail.post(queues[number % 3], number)
 
         for numbers in (range(9), range(9, 12)):
-            await asyncio.to_thread(lambda: None)
             before = len(woken)
             tell(numbers)
             assert len(woken) == before + 1
             await asyncio.sleep(0)
         loop.call_soon_threadsafe = wake
         await asyncio.to_thread(tell, range(12, 3000))
-        await asyncio.sleep(0.01)
-        return [[queue.get_nowait() for _ in range(queue.qsize())] for queue in queues], (mail, loop)
+        return [[queue.get_nowait() for _ in range(queue.qsize())] for queue in queues], mail
 
-    heard, (mail, ended) = asyncio.run(go())
+    heard, mail = asyncio.run(go())
     assert heard == [list(range(first, 3000, 3)) for first in range(3)]
-    mail.post(ended, asyncio.Queue(), 1)  # nobody listens any more
+    mail.post(asyncio.Queue(), 1)  # nobody listens any more
 
 
 @pytest.mark.parametrize("first", ["event", "cancel"])
