@@ -21,8 +21,8 @@ from outpace.types import Budget
 
 Kind = tuple[str | int, ...]
 """What is counted: KEPT guesses, by level and width of a tree. Likewise the levels that it HAS, of those
-asked for. Each part narrows it down."""
-KEPT, HAS = "kept", "has"
+asked for, and its nodes DRAFTED, by width and depth. Each part narrows it down."""
+KEPT, HAS, DRAFTED = "kept", "has", "drafted"
 
 
 class Ratio:
@@ -84,10 +84,11 @@ class Pool:
             total += reached
         return total
 
-    def grew(self, width: int, depth: int, levels: int) -> None:
-        """Take in how many levels a tree had that might have had ``depth``."""
+    def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
+        """Take in how large a tree became that might have had ``width`` nodes and ``depth`` levels."""
         for level in range(min(depth, levels + 1)):
             self.add(level < levels, 1.0, HAS, level, width)
+        self.add(nodes, width, DRAFTED, width, depth)
 
     def to_json(self) -> list[Any]:
         """Plain data, for ``from_json``."""
@@ -98,7 +99,7 @@ class Pool:
         """Read what ``to_json`` gave; ValueError, TypeError or KeyError if it is something else."""
         pool = cls(tuning)
         for (what, *rest), kept, expected in data:
-            if what not in (KEPT, HAS) or not all(type(part) is int for part in rest):
+            if what not in (KEPT, HAS, DRAFTED) or not all(type(part) is int for part in rest):
                 raise TypeError(f"need a kind of guess, got {[what, *rest]}")
             pool.tally |= {(what, *rest): Ratio(kept, expected)}
         return pool

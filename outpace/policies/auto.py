@@ -16,6 +16,7 @@ largest ratio by gains at a rate that is put right until they agree (Dinkelbach 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -101,17 +102,18 @@ class Auto(Policy):
                 name: {i: one for i, one in m.items() if i not in chosen} for name, m in previewed.items()
             }
             tried = self._trial({**idle, **asked}, chosen, prices)
-        self._guesses = sum([offer.nodes for offer in chosen.values()])
+        self._guesses = round(sum([offer.rows for offer in chosen.values()]))
         if tried is not None or 2 * self._guesses > prices.foreseen:
             self._prices.clear()  # the step tells something new
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
+        users = Counter([offer.drafter for offer in chosen.values()])
         plans = []
         for i, row in enumerate(rows):
-            row.state.asked = chosen.get(i)
+            offer = row.state.asked = chosen.get(i)
             reason = "probe" if i == tried else "best" if i in awake else "pause"
-            plans.append(prices.plan(row, row.state.asked, reason))
+            plans.append(prices.plan(row, offer, reason, users[offer.drafter] if offer else 0))
         return plans
 
     def _best(
@@ -194,7 +196,7 @@ class Auto(Policy):
         for name in sorted(idle, key=lambda name: self._tried.get(name, 0)):
             i, menu = list(menus[name].items())[self._tick % len(menus[name])]
             loss, offer = min([(prices.draft(name, one.levels) - one.gain, one) for one in menu.offers[:2]])
-            loss += chosen[i].gain if i in chosen else 0.0 if chosen else prices.begun(offer.nodes)
+            loss += chosen[i].gain if i in chosen else 0.0 if chosen else prices.begun(round(offer.rows))
             # While a lookup copies well, others wait. What a bad moment taught is not believed for ever.
             saved = 0.0 if i in chosen else -self._wait * step * self.tuning.explore
             if loss <= max(1.0, saved):
@@ -218,7 +220,7 @@ class Auto(Policy):
                 guesses.append((seen.accepted, offer.stated, (KEPT,)))
         else:
             if offer.width:
-                pool.grew(offer.width, offer.depth, seen.depth)
+                pool.grew(offer.width, offer.depth, seen.drafted, seen.depth)
             # Silence where a level was asked for is a level that was not kept.
             refused = not seen.censored and seen.accepted < offer.depth
             for level in range(seen.accepted + refused):

@@ -17,7 +17,7 @@ cost is read.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TypeVar
 
@@ -32,10 +32,9 @@ _WAITING = 64  # steps that costs were not read for, at most
 _UNREAD = 8
 """Tokens of a sequence that a draft reads as a part of its first level; one in every step reads no more.
 While late readers shared a line with others, levels of `eagle3` were free in batches."""
-_DEAREST = 1.5
-"""What a row more costs at most before one was seen, in passes over a batch for each of its sequences. A
-fifth of a pass forbade all guesses to 64 sequences on an accelerator (0.88 of the best rule, now 1.01). With
-1, noisy clocks lose 0.01."""
+_DEAREST = 0.3
+"""What a row more costs at most before one was seen, in passes over a batch for each of its sequences. With
+1.5 a server that started under 64 clients tried no drafts for all, and had 1.0 in place of 1.1 times none."""
 
 
 class Line:
@@ -44,10 +43,13 @@ class Line:
     Without ``a`` the first step sets it. While v does not vary, b / a stays.
     """
 
+    firm = 0.0
+    """Sum of v squared from which b / a is known; what is less counts beside the last that was."""
+
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning
         self.a = 1.0 if a is None else max(a, 1e-9)
-        self.b = ratio * self.a
+        self.b, self._tie = ratio * self.a, ratio
         self.seen, self._high = 0, False
         self._uu = 0.0 if a is None else 1.0
         self._uy, self._uv, self._vv, self._vy = self._uu * self.a, 0.0, 0.0, 0.0
@@ -61,16 +63,18 @@ class Line:
         y = most if self._high else y
         self.seen += 1
         # The first steps of a process may be slow, and are forgotten sooner.
-        keep, tie = min(self._tuning.remember, (self.seen + 1) / (self.seen + 2)), self.b / self.a
+        keep, tie = min(self._tuning.remember, (self.seen + 1) / (self.seen + 2)), self._tie
         self._uu, self._uv = keep * self._uu + u * u, keep * self._uv + u * v
         self._vv, self._vy = keep * self._vv + v * v, keep * self._vy + v * y
         self._uy = keep * self._uy + u * y
-        one = min(1.0, self._vv) or 1.0  # observation that says: b = tie * a
+        one = max(min(1.0, self._vv) or 1.0, self.firm)  # observation that says: b = tie * a
         uu, uv, vv = self._uu + one * tie * tie, self._uv - one * tie, self._vv + one
         det = uu * vv - uv * uv
         if det > 0.0 and u > 0.0:
             self.a = max((vv * self._uy - uv * self._vy) / det, 1e-9)
             self.b = max((uu * self._vy - uv * self._uy) / det, 0.0)
+            if self._vv >= self.firm:
+                self._tie = self.b / self.a
         return y
 
     def of(self, u: float, v: float) -> float:
@@ -83,18 +87,10 @@ class Passes(Line):
     def __init__(self, a: float | None, ratio: float, size: int, tuning: Tuning) -> None:
         super().__init__(a, ratio, tuning)
         self.size, self.most = size, 0  # sequences; guesses of the largest pass
+        # A pass varies by what some guesses cost: the single one of a trial tells little.
+        self.firm = (size / tuning.first) ** 2
         self.off: dict[int, tuple[float, float, int]] = {}
         """Bin of guesses -> weight, what passes take over the line's value, when it was last seen."""
-
-    def follow(self, others: Iterable[Passes]) -> None:
-        """Until as many guesses were seen as a first draft has, have one cost what it does where that is best
-        known. A pass varies by what some guesses cost: the single one of a trial tells little.
-        """
-        if self._vv < (self.size / self._tuning.first) ** 2:
-            best = max(others, key=lambda one: one._vv / one.a**2)
-            if best._vv:
-                self.b = best.b
-            self.b = min(self.b, _DEAREST * self.a / self.size)
 
     def took(self, plain: float, more: float, guesses: int, seconds: float) -> None:
         """Take in a pass."""
@@ -203,7 +199,7 @@ class Costs:
         """Seconds that a drafter takes to read so many tokens, before its first guess for a text."""
         self._settle()
         seconds, of = self._reads.get(drafter, (0.0, 1.0))
-        return seconds / of * tokens
+        return max(0.0, seconds) / of * tokens
 
     def watch(self, record: StepRecord) -> None:
         """Put a step by. Prompts teach nothing: their rows have no logits."""
@@ -241,17 +237,16 @@ class Costs:
         name, count, keep = rows[0].drafter, len(rows), self.tuning.remember
         line, lines = self._draft(name, count), self._drafts.setdefault(name, {})
         units, further = (1.0, levels - 1.0) if levels else (float(count), 0.0)
-        tokens = sum([row.num_uncached for row in rows])
-        if tokens > _UNREAD * count:
-            seconds, of = self._reads.get(name, (0.0, 0.0))
-            late = max(0.0, spent - line.of(units, further))
-            self._reads[name] = keep * seconds + late, keep * of + tokens
-            return
-        if not lines and self._find(name) is None:
-            # The first draft warms up; a price that forbids a second one would stay.
-            spent = min(spent, self.tuning.stall * line.of(units, further))
+        late, usual = sum([max(0, row.num_uncached - _UNREAD) for row in rows]), line.of(units, further)
+        seconds, of = self._reads.get(name, (0.0, 0.0))
+        first, reading = not lines, max(0.0, seconds) / of * late if of else 0.0
         line = lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning))
-        line.learn(units, further, spent)
+        # The first draft warms up; a price that forbids a second one would stay.
+        if late and not first:
+            self._reads[name] = keep * seconds + spent - usual, keep * of + late
+        if not late or 0.0 < reading < usual:
+            warm = first and self._find(name) is None
+            line.learn(units, further, min(spent, self.tuning.stall * usual) if warm else spent - reading)
 
     def _draft(self, name: str, sequences: int) -> Line:
         """The line of a drafter for so many sequences: the nearest, or what is supposed."""
@@ -274,9 +269,8 @@ class Costs:
             a, b = near.a, near.b
             if self._curve is None:
                 a = max(b, a + b * (batch - near.size))
+                b = min(b, _DEAREST * a / batch)
             found = self.form(a, b / a, batch, self.tuning)
-        if self._curve is None:
-            found.follow(self._passes.values())
         return found
 
     def _shape(self, context: int, batch: int, guesses: int) -> Sequence[float]:

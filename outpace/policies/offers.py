@@ -11,7 +11,7 @@ from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from outpace.policies.acceptance import KEPT, Pool
+from outpace.policies.acceptance import DRAFTED, KEPT, Pool
 from outpace.policies.base import PolicyRow
 from outpace.policies.costs import Costs
 from outpace.types import NOTHING, Budget, Choice, Load, Plan, Price
@@ -29,10 +29,12 @@ class Offer(NamedTuple):
     depth: int
     kept: float
     """Tokens expected to be kept."""
+    rows: float
+    """Nodes expected: a drafter may stop by itself."""
     width: int = 0
     """Of a dynamic tree."""
     levels: float = 0.0
-    """Expected: a drafter may stop by itself."""
+    """Likewise expected."""
     stated: float = 0.0
     """Tokens that a lookup promised; 0 of others."""
 
@@ -118,7 +120,7 @@ class Prices:
             if (gain := kept - self.rate * more_R[n]) > best[0]:
                 best = gain, n, kept, stated
         gain, count, kept, stated = best
-        return Offer(gain, name, count, count, kept, stated=stated)
+        return Offer(gain, name, count, count, kept, count, stated=stated)
 
     def menu(self, name: str, budget: Budget, limit: Budget, pool: Pool, here: float, left: int) -> Menu:
         """What a drafter offers that has to be asked; weighed once for all sequences that are alike.
@@ -146,7 +148,7 @@ class Prices:
         """The draft that gains most with 1, 2, ... levels at most."""
         best_D: dict[int, Offer] = {}
         width, rate, hope = -1, self.rate, pool.tuning.hope * here
-        for nodes, depth, own, ratio, levels, seconds in self._sizes(budget, pool):
+        for nodes, depth, own, ratio, rows, levels, seconds in self._sizes(budget, pool):
             if nodes > most or depth > room:
                 continue
             if own != width:
@@ -155,12 +157,12 @@ class Prices:
             kept += whole
             gain = kept - rate * (seconds + read)
             if depth not in best_D or gain > best_D[depth].gain:
-                best_D[depth] = Offer(gain, name, nodes, depth, kept, width, levels)
+                best_D[depth] = Offer(gain, name, nodes, depth, kept, rows, width, levels)
         return list(accumulate([best_D[depth] for depth in sorted(best_D)], max))
 
-    def _sized(self, budget: Budget, pool: Pool) -> list[tuple[int, int, int, float, float, float]]:
-        """Drafts: nodes, depth, width of a tree, what the chance of the last level is worth. Then levels that
-        are expected, and seconds that the nodes add to a pass.
+    def _sized(self, budget: Budget, pool: Pool) -> list[tuple[int, int, int, float, float, float, float]]:
+        """Drafts: nodes, depth, width of a tree, what the chance of the last level is worth. Then rows and
+        levels that are expected, and seconds that the rows add to a pass.
         """
         found, row_R = [], self._row_R
         for nodes, depth in pool.sizes_to_weigh(budget):
@@ -168,19 +170,22 @@ class Prices:
                 width = nodes if budget.shape.beam else 0
                 ratio = pool.ratio(KEPT, depth - 1, width)
                 levels = pool.levels(depth, width) if width else depth
-                found.append((nodes, depth, width, ratio, levels, row_R[nodes]))
+                rows = min(nodes, nodes * pool.ratio(DRAFTED, width, depth)) if width else nodes
+                under = int(rows)
+                seconds = row_R[under] + (rows - under) * (row_R[min(nodes, under + 1)] - row_R[under])
+                found.append((nodes, depth, width, ratio, rows, levels, seconds))
         return found
 
     def paying(self, offer_B: Mapping[int, Offer]) -> dict[int, Offer]:
         """Of what was offered to sequences, best first, as many as gain most together."""
         found: dict[int, Offer] = {}
         pass_R = self._pass_R
-        best, kept, nodes, last = 0.0, 0.0, 0, len(pass_R) - 1
+        best, kept, rows, last = 0.0, 0.0, 0.0, len(pass_R) - 1
         order = sorted(offer_B, key=offer_B.__getitem__, reverse=True)
         for n, i in enumerate(order, 1):
-            nodes, kept = nodes + offer_B[i].nodes, kept + offer_B[i].kept
-            gain = kept - self.rate * pass_R[min(nodes, last)] * max(1.0, nodes / last)
-            if nodes <= self.foreseen and gain > best:
+            rows, kept = rows + offer_B[i].rows, kept + offer_B[i].kept
+            gain = kept - self.rate * pass_R[min(round(rows), last)] * max(1.0, rows / last)
+            if rows <= self.foreseen and gain > best:
                 best, found = gain, {j: offer_B[j] for j in order[:n]}
         return found
 
@@ -189,13 +194,15 @@ class Prices:
         n = min(nodes, len(self._row_R) - 1)
         return self.rate * max(0.0, self._pass_R[n] - self._row_R[n])
 
-    def plan(self, row: PolicyRow, offer: Offer | None, reason: str) -> Plan:
-        """Put an offer into a plan, and say why."""
+    def plan(self, row: PolicyRow, offer: Offer | None, reason: str, users: int = 1) -> Plan:
+        """Put an offer into a plan, and say why. Its drafter's levels are paid for by so many users."""
         if offer is None:
             return self._idle(reason)
         own = row.drafters[offer.drafter]
         nodes, depth = min(offer.nodes, own.max_nodes), min(offer.depth, own.max_depth)
-        price = Price(self._levels(offer.drafter), self._priced(self.rate)) if offer.levels else None
+        first, further = self._levels(offer.drafter, users)
+        shares = first / users, further / users
+        price = Price(shares, self._priced(self.rate)) if offer.levels else None
         fits = min(own.max_rows, row.limit.max_rows)
         asked = Budget(nodes, depth, fits, shape=own.shape, stop=own.stop, price=price)
         seconds = self.plain + (offer.kept - offer.gain + self.draft(offer.drafter, offer.levels)) / self.rate

@@ -130,7 +130,7 @@ def taught(policy, state, kept, drafter="m"):
     """Has a policy see what became of drafts of one guess."""
     row = PolicyRow(state, {drafter: Budget(1, 1)}, Budget(9, 9), None)
     for hit in kept:
-        state.asked = Offer(0.0, drafter, 1, 1, 0.6)
+        state.asked = Offer(0.0, drafter, 1, 1, 0.6, 1)
         policy.learn([row], [Evidence(drafter, 1, 1, hit, False)])
 
 
@@ -354,3 +354,40 @@ def test_sequences_that_are_alike_are_weighed_once(monkeypatch):
     for page in range(64):
         simulator.step(batch=16, context=64 * page)
     assert 0 < len(weighed) < 64 * 16 / 4
+
+
+def test_each_of_many_sequences_pays_its_share_of_a_level():
+    """What a tree is told of the price of a level: with a level for eight together, an eighth of it."""
+    paid = {}
+    for batch in (1, 8):
+        policy = Auto(AutoConfig())
+        policy.costs.start(CURVE)
+        policy.costs.suppose("m", (0.1,))
+        rows = [
+            PolicyRow(policy.begin(), {"m": Fake([0.6]).budget}, Budget(64, 64), None) for _ in range(batch)
+        ]
+        plans = policy.plan(rows, Load(batch, 64))
+        assert [plan.drafter for plan in plans] == ["m"] * batch
+        prices = Prices(policy.costs, Load(batch, 64), batch, 0)
+        told = plans[0].budget.price
+        paid[batch] = told.level_D[0] / (told.row_R[9] / prices._row_R[9])
+    assert paid[8] == pytest.approx(paid[1] / 8)
+
+
+def test_nodes_that_a_tree_never_has_cost_nothing():
+    """A drafter that was asked for four nodes and stopped behind one: its rows are priced as one."""
+    pool, budget = Pool(), replace(Bush([0.6], 0.001).budget, max_nodes=4)
+    assert budget.shape.beam
+    costs = Auto(AutoConfig()).costs
+    costs.start(CURVE)
+    before = {
+        (nodes, depth): rest for nodes, depth, *rest in Prices(costs, Load(1, 64), 1, 0)._sized(budget, pool)
+    }
+    for _ in range(200):
+        pool.grew(4, 2, 1, 1)
+    after = {
+        (nodes, depth): rest for nodes, depth, *rest in Prices(costs, Load(1, 64), 1, 0)._sized(budget, pool)
+    }
+    assert before[4, 2][2] == 4 and after[4, 2][2] == pytest.approx(1.0, abs=0.15)
+    assert after[4, 2][4] < before[4, 2][4]
+    assert Pool.from_json(pool.to_json()).ratio("drafted", 4, 2) == pool.ratio("drafted", 4, 2)

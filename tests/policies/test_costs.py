@@ -200,8 +200,43 @@ def test_a_text_that_is_read_late_makes_no_level_free():
     usual = [record(3, 0.02, 0.00075 + 0.00017 * levels, levels, "m", uncached=2) for levels in (1, 3, 2)]
     costs = Costs()
     costs.know({"m": KnownDrafter(call=0.0, level=0.0005)})
-    for one in (*read, *usual, *usual):
+    warming = record(3, 0.02, 0.5, 1, "m", uncached=100)
+    for one in (warming, *read, *usual, *usual):
         costs.watch(one)
     for levels in (1, 2, 5):
         assert costs.price("m", 1, levels) == pytest.approx(0.00075 + 0.00017 * levels, rel=0.15)
     assert costs.reading("m", 1000) == pytest.approx(0.033, rel=0.15)
+
+
+def test_single_guesses_tell_little_of_what_many_cost():
+    """A pass over 64 sequences varies by what ten guesses cost, and a trial is one guess."""
+    costs = Costs()
+    for guesses in (0, 1) * 4:  # while the first of them comes, rows seem dear
+        costs.watch(passed(1, guesses, 0.010 + 0.003 * guesses))
+    for n in range(400):
+        costs.watch(passed(64, n % 8 == 0, 0.060 + (0.004 if n % 8 == 0 else 0.0)))
+    assert costs.passed(80, 0, 64) < 0.060 * (1.0 + 16 * 0.3 / 64) + 0.002, "as supposed, not as tried"
+    for _ in range(30):
+        costs.watch(passed(64, 32, 0.076))
+        costs.watch(passed(64, 0, 0.060))
+    assert costs.passed(96, 0, 64) == pytest.approx(0.076, rel=0.02), "many guesses are believed"
+
+
+def passed(batch, guesses, seconds):
+    """A step of so many sequences, with so many guesses in all."""
+    rows = tuple(RowRecord(i, "none", 0, 0, (0,), 0, False) for i in range(batch))
+    return StepRecord(0, rows, {"score": seconds}, batch + guesses)
+
+
+def test_what_some_read_late_does_not_count_as_a_level_of_all():
+    """Of 64 sequences one has joined: its 300 tokens take longer than all levels."""
+    costs = Costs()
+    for n in range(300):
+        late = 300 if n % 3 == 1 else 0
+        rows = tuple(
+            RowRecord(i, "m", 1, 0, (0,), 1, False, None, 2 + (late if i == 0 else 0)) for i in range(64)
+        )
+        seconds = {"draft": 0.010 + 2e-5 * late, "score": 0.06}
+        costs.watch(StepRecord(0, rows, seconds, 128, draft_levels=1))
+    assert costs.price("m", 64) == pytest.approx(0.010, rel=0.05)
+    assert costs.reading("m", 300) == pytest.approx(0.006, rel=0.2)
