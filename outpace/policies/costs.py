@@ -244,7 +244,7 @@ class Costs:
         # The first draft warms up; a price that forbids a second one would stay.
         if late and not first:
             self._reads[name] = keep * seconds + spent - usual, keep * of + late
-        if not late or 0.0 < reading < usual:
+        if not late or (of and reading < usual):
             warm = first and self._find(name) is None
             line.learn(units, further, min(spent, self.tuning.stall * usual) if warm else spent - reading)
 

@@ -240,3 +240,11 @@ def test_what_some_read_late_does_not_count_as_a_level_of_all():
         costs.watch(StepRecord(0, rows, seconds, 128, draft_levels=1))
     assert costs.price("m", 64) == pytest.approx(0.010, rel=0.05)
     assert costs.reading("m", 300) == pytest.approx(0.006, rel=0.2)
+
+
+def test_a_draft_that_seemed_dear_becomes_cheaper_though_some_read_late_in_every_step():
+    costs = Costs()
+    costs.know({"m": KnownDrafter(call=0.0, level=0.030)})
+    for _ in range(200):
+        costs.watch(record(1, 0.06, 0.010 + 2e-5 * 92, 1, "m", uncached=100))
+    assert costs.price("m") + costs.reading("m", 92) == pytest.approx(0.0118, rel=0.1)
