@@ -9,8 +9,17 @@ from outpace.policies.costs import Costs
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
 from outpace.serving.per_request_policy import Own, PerRequestPolicy
-from outpace.types import Budget, Load, Plan
+from outpace.types import Budget, CostCurve, Load, Plan
 
+CURVE = CostCurve(
+    model="m",
+    dtype="float32",
+    threads=1,
+    device="d",
+    rows_R=(1, 64),
+    context_C=(0,),
+    seconds_CR=((0.010, 0.073),),
+)
 OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=100)
 
 
@@ -62,7 +71,7 @@ def test_previews_are_asked_for_where_they_are_read():
 def test_drafts_shrink_when_others_fill_the_pass(make):
     def nodes(load):
         policy = make()
-        policy.costs = Costs()
+        policy.costs = Costs(CURVE)
         policy.costs.suppose("d", (0.0,))
         one = PolicyRow(policy.begin(), {"d": OWN}, ROOMY, KeyedCoins(0, 0, Stream.POLICY))
         return policy.plan([one], load)[0].budget.max_nodes
