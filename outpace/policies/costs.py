@@ -5,7 +5,7 @@ Every cost is a line in two numbers, by least squares that forget:
     seconds of a pass  = a * plain + b * more      of rows without and with guesses, see ``start``
     seconds of a draft = a         + b * further   levels behind the first
 
-A draft for texts of which much is unread says what reading takes, and nothing of levels.
+What a draft takes beyond its line, for texts of which much is unread, is the price of reading.
 
 A pass is meant with planning for it, and with judging and committing what it scored. There is a line for
 each power of two of sequences; a new one begins like its neighbour. Passes are also corrected by what
@@ -44,7 +44,7 @@ class Line:
     """
 
     firm = 0.0
-    """Sum of v squared from which b / a is known; what is less counts beside the last that was."""
+    """Sum of v squared from which b / a is believed. Below it, the last one that was believed counts more."""
 
     def __init__(self, a: float | None, ratio: float, tuning: Tuning = TUNING) -> None:
         self._tuning = tuning

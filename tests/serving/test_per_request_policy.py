@@ -9,17 +9,9 @@ from outpace.policies.costs import Costs
 from outpace.policies.fixed import Fixed, FixedConfig
 from outpace.policies.goodput import Goodput, GoodputConfig
 from outpace.serving.per_request_policy import Own, PerRequestPolicy
-from outpace.types import Budget, CostCurve, Load, Plan
+from outpace.types import Budget, Load, Plan
+from tests.policies.simulator import CURVE
 
-CURVE = CostCurve(
-    model="m",
-    dtype="float32",
-    threads=1,
-    device="d",
-    rows_R=(1, 64),
-    context_C=(0,),
-    seconds_CR=((0.010, 0.073),),
-)
 OWN, ROOMY = Budget(max_nodes=6, max_depth=6), Budget(max_nodes=100, max_depth=100)
 
 
