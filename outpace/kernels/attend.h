@@ -103,8 +103,8 @@ INLINE vec dot(vec sum, ivec pairs, const bf16 *pair) {
     memcpy(&both, pair, sizeof both);
     return (vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs, (__m512bh)_mm512_set1_epi32(both));
 #else
-    sum += (vec)(pairs & (int32_t)0xffff0000) * widened(pair[1]);
-    return sum + (vec)(pairs << 16) * widened(pair[0]);
+    sum = fused((vec)(pairs & (int32_t)0xffff0000), all(widened(pair[1])), sum);
+    return fused((vec)(pairs << 16), all(widened(pair[0])), sum);
 #endif
 }
 
@@ -179,7 +179,7 @@ INLINE void score(const int tall, const int half, Row q, int64_t width, Row key,
             vec k[WIDE];
             const float *from = (const float *)key + (which ? which[d] : d) * tile;
             EACH_VEC(n) k[n] = load(from + n * LANES);
-            EACH_ROW(m) EACH_VEC(n) sum[m][n] += k[n] * ((const float *)q)[m * width + d];
+            EACH_ROW(m) EACH_VEC(n) sum[m][n] = fused(k[n], all(((const float *)q)[m * width + d]), sum[m][n]);
         }
     }
     EACH_ROW(m) {
@@ -206,7 +206,8 @@ INLINE void mix(const int tall, const int wide, const int half, Row weight, int6
         } else {
             vec v[WIDE];
             EACH_VEC(n) v[n] = load((const float *)value + i * width + n * LANES);
-            EACH_ROW(m) EACH_VEC(n) sum[m][n] += v[n] * ((const float *)weight)[m * BLOCK + i];
+            EACH_ROW(m)
+            EACH_VEC(n) sum[m][n] = fused(v[n], all(((const float *)weight)[m * BLOCK + i]), sum[m][n]);
         }
     }
     EACH_ROW(m) {
@@ -390,7 +391,7 @@ INLINE void mix_path(int64_t m, int64_t M, const bf16 *weight, int64_t from, int
             vec sum[2] = {{0}, {0}};
             for (int64_t i = 0; i < end; i++) {
                 const int64_t row = at + i < dense ? at + i : path[at + i] - low;
-                sum[i % 2] += load_half(value + row * D + d) * widened(own[i]);
+                sum[i % 2] = fused(load_half(value + row * D + d), all(widened(own[i])), sum[i % 2]);
             }
             store(out + d, load(out + d) + (sum[0] + sum[1]));
         }
@@ -554,22 +555,20 @@ INLINE void attend_block(const Pass *p, const Chunk *c, int64_t block, int64_t l
                     store(to, dot(load(to), pairs, half_weight + m * BLOCK + i));
                 } else {
                     const vec v = load((const float *)even + d);
-                    store(to, load(to) + v * full_weight[m * BLOCK + i]);
+                    store(to, fused(v, all(full_weight[m * BLOCK + i]), load(to)));
                 }
             }
         }
     }
 }
 
-/* Add weighted values of one more block to those of a query row. In a function of its own, so that bits are the same
-   wherever it is done. */
-static __attribute__((noinline)) void add_block(int64_t D, float *sum, float *tops, const float *more,
-                                                const float *next) {
+/* Add weighted values of one more block to those of a query row. */
+static void add_block(int64_t D, float *sum, float *tops, const float *more, const float *next) {
     if (next[0] == -INFINITY) return;
     const float both = next[0] > tops[0] ? next[0] : tops[0];
     const vec old = power(all(tops[0] - both)), new = power(all(next[0] - both));
     tops[1] = fmaf(next[1], new[0], tops[1] * old[0]);
-    for (int64_t d = 0; d < D; d += LANES) store(sum + d, load(sum + d) * old + load(more + d) * new);
+    for (int64_t d = 0; d < D; d += LANES) store(sum + d, fused(load(more + d), new, load(sum + d) * old));
     tops[0] = both;
 }
 

@@ -193,8 +193,8 @@ static void choose_piece(const Pass *p, int64_t piece, int64_t layer) {
         int64_t i = 0;
         if (c->rule == VOTE) {
             for (; i + LANES <= count; i += LANES)
-                store(vote + i, load(vote + i) + power(load(own + i) - tops[0]) * (1 / tops[1]));
-            for (; i < count; i++) vote[i] += power(all(own[i] - tops[0]))[0] * (1 / tops[1]);
+                store(vote + i, fused(power(load(own + i) - tops[0]), all(1 / tops[1]), load(vote + i)));
+            for (; i < count; i++) vote[i] = fmaf(power(all(own[i] - tops[0]))[0], 1 / tops[1], vote[i]);
         } else {
             for (; i < count; i++) vote[i] += own[i];
         }

@@ -169,7 +169,7 @@ static void mix_rows(const void *context, const void *self, int64_t piece) {
             const float *from = row_of(p, op->from, r.place[row * chosen + n], width);
             const float share = r.share[row * chosen + n];
             for (int64_t i = 0; i < width; i += LANES)
-                store(to + i, (n ? load(to + i) : (vec){0}) + load(from + i) * share);
+                store(to + i, fused(load(from + i), all(share), n ? load(to + i) : (vec){0}));
         }
     }
 }

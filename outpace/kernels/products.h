@@ -429,12 +429,13 @@ INLINE void few_rows(const int kind, const int tall, const char *panel, int64_t 
             }
             EACH(v, VECS) {
                 const vec d = scale_of(kind, block, head, v, half);
-                EACH(r, tall) sum[r][v] += total(part[r][v]) * d * meaning(kind, x + r * size)->scale;
+                EACH(r, tall)
+                sum[r][v] = fused(total(part[r][v]) * d, all(meaning(kind, x + r * size)->scale), sum[r][v]);
             }
         }
         if (has_least(kind)) EACH(v, VECS) {
             const vec least = least_of(kind, block, head, v);
-            EACH(r, tall) sum[r][v] += least * meaning(kind, x + r * size)->sum;
+            EACH(r, tall) sum[r][v] = fused(least, all(meaning(kind, x + r * size)->sum), sum[r][v]);
         }
     }
     EACH(r, tall) EACH(v, VECS) store(out + r * GROUP + v * LANES, sum[r][v]);
@@ -480,9 +481,9 @@ INLINE void add_tile(const int halves, const int least, const int tall, const Wi
         EACH(r, tall) EACH(v, VECS) {
             const Meaning *says = (const Meaning *)(x + r * SIZE + 2 * SPAN);
             float *to = out + r * GROUP + v * LANES;
-            vec all = load(to) + total(part[r][v]) * wide->scale[half][v] * says->scale;
-            if (least) all += wide->least[v] * says->sum;
-            store(to, all);
+            vec sum = fused(total(part[r][v]) * wide->scale[half][v], all(says->scale), load(to));
+            if (least) sum = fused(wide->least[v], all(says->sum), sum);
+            store(to, sum);
         }
     }
 }
@@ -549,8 +550,8 @@ INLINE vec least_of_bytes(const int kind, const char *block, const char *head, v
 
 /* What a block brings to the sums of a row. */
 INLINE vec with_block(vec sum, ivec part, vec d, vec least, const Meaning *says, float x_sum) {
-    sum += __builtin_convertvector(part, vec) * d * says->scale;
-    return sum + least * x_sum;
+    sum = fused(__builtin_convertvector(part, vec) * d, all(says->scale), sum);
+    return fused(least, all(x_sum), sum);
 }
 
 /* Some rows, few enough for registers. */
@@ -732,9 +733,9 @@ INLINE void number_rows(const int kind, const int tall, const char *panel, int64
             const int r = BY_ROW ? i : j, v = BY_ROW ? j : i;
             const vec w = load((const float *)from + v * LANES);
             const vec even = (vec)((ivec)w << 16), odd = (vec)((ivec)w & (int32_t)0xffff0000);
-            if (kind == F32) sum[r][v] += w * one[r * row];
+            if (kind == F32) sum[r][v] = fused(w, all(one[r * row]), sum[r][v]);
             else if (HALVES) sum[r][v] = add_halves(sum[r][v], (ivec)w, half + r * row);
-            else sum[r][v] += even * one[r * row], sum[r][v] += odd * one[r * row + 1];
+            else sum[r][v] = fused(odd, all(one[r * row + 1]), fused(even, all(one[r * row]), sum[r][v]));
             if (r || (v + 1) % VECS) continue;
             if (tall <= FEW_NUMBERS) fetch(from + FETCHED + v / VECS * 64, 1);
             else fetch(from + FETCHED_FAR + v / VECS * 64, 0);

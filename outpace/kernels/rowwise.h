@@ -23,10 +23,10 @@ INLINE void norm(float *x, Row more, float times, const float *weight, float flo
     for (int64_t i = 0; i < width; i += LANES) {
         vec one = load(x + i);
         if (more) {
-            one += read(more, i, half_more) * times;
+            one = fused(read(more, i, half_more), all(times), one);
             store(x + i, one);
         }
-        squares += one * one;
+        squares = fused(one, one, squares);
     }
     const vec by = all(1 / sqrtf(floor * floor + lanes_sum(squares)));
     for (int64_t i = 0; i < width; i += LANES)
@@ -51,7 +51,7 @@ INLINE void rotate(float *x, const float *turn, int64_t width) {
         const pairs both = *(const pairs *)(x + i), angle = *(const pairs *)(turn + i);
         const pairs cosine = (angle & low) | (angle << 32), sine = (angle & ~low) | (angle >> 32);
         const vec other = (vec)(((both >> 32) | (both << 32)) ^ 0x80000000); /* -odd, even */
-        store(x + i, (vec)both * (vec)cosine + other * (vec)sine);
+        store(x + i, fused((vec)both, (vec)cosine, other * (vec)sine));
     }
 }
 
@@ -61,7 +61,7 @@ INLINE void gate(Row from, void *out, int64_t width, const int half, const int k
         const vec x = read(from, i, half), up = read(from, width + i, half);
         /* x / 2 * (1 + tanh y) is x * sigmoid(2 y). */
         vec y = x;
-        if (kind == GELU_TANH) y = (x + x * x * x * 0.044715f) * 1.5957691f;
+        if (kind == GELU_TANH) y = fused(x * x * x, all(0.044715f), x) * 1.5957691f;
         write(out, i, x * sigmoid(y) * up, half);
     }
 }
@@ -69,7 +69,7 @@ INLINE void gate(Row from, void *out, int64_t width, const int half, const int k
 /* Add x * sigmoid(x) to `out`. */
 INLINE void bend(const float *x, float *out, int64_t width) {
     for (int64_t i = 0; i < width; i += LANES)
-        store(out + i, load(out + i) + load(x + i) * sigmoid(load(x + i)));
+        store(out + i, fused(load(x + i), sigmoid(load(x + i)), load(out + i)));
 }
 
 /* Index and value of the largest number of a row, the lowest index on ties. A row that holds a NaN
