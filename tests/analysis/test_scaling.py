@@ -5,8 +5,10 @@ import math
 import random
 
 import pytest
+import torch
 
 from outpace.analysis.planner import Candidate, plan
+from outpace.analysis.prediction import model
 from outpace.analysis.prediction.model import read, shaped
 from outpace.analysis.roofline import Device
 from outpace.analysis.scaling import Bridge, Law, Point, bridge, fit, fitted, read_points
@@ -126,8 +128,9 @@ def test_points_that_cannot_be_are_refused(tmp_path, name, text, said):
         read_points(tmp_path / name)
 
 
-def test_a_plan_takes_the_size_that_pays():
+def test_a_plan_takes_the_size_that_pays(monkeypatch):
     """A device on which drafting costs nothing takes the largest size; a dear one a smaller one."""
+    monkeypatch.setattr(model, "_fast", lambda kind: torch.bfloat16)  # on any processor
     target = read("smollm2-135m", dtype="bfloat16")
     sizes = {layers: decoder_to_json(target.cut(layers).config) for layers in (1, 4, 16)}
     candidates = [
