@@ -29,13 +29,16 @@ class Ours:
 
     Args:
         engine: shared by all of them, so that they run on the same weights.
+        fresh: answer each unit with an engine of its own, on the same target. It knows nothing of other
+            answers, nor what was measured of this machine.
     """
 
     kind: Kind = "drafter"
 
-    def __init__(self, engine: Engine, method: Method) -> None:
+    def __init__(self, engine: Engine, method: Method, *, fresh: bool = False) -> None:
         self.engine = engine
         self.method = method
+        self.fresh = fresh
         self.name = method.spec
         self.about: Mapping[str, Any] = {
             "dtype": dtype_name(engine.target.dtype),
@@ -53,10 +56,15 @@ class Ours:
         Every setting of sampling but the temperature is neutral, whatever the model recommends:
         all contenders have to draw from the same distribution.
         """
-        watch = Watch(len(unit))
-        with self.engine.listening(watch), _peak(self.engine.target.device) as peak:
+        watch, engine, method = Watch(len(unit)), self.engine, self.method
+        if self.fresh:
+            engine = Engine(
+                engine.target, self.name, allow_lossy=engine.allow_lossy, draft_model=engine.draft_model
+            )
+            method = engine.method()
+        with engine.listening(watch), _peak(engine.target.device) as peak:
             began = watch.last = time.perf_counter()
-            results = self._answer(unit, settings)
+            results = self._answer(engine, method, unit, settings)
         return Run(
             tokens=tuple(result.tokens for result in results),
             seconds=watch.last - began,
@@ -70,9 +78,10 @@ class Ours:
             full_seconds=watch.full_seconds,
         )
 
-    def _answer(self, unit: tuple[Case, ...], settings: Settings) -> list[Result]:
+    def _answer(
+        self, engine: Engine, method: Method, unit: tuple[Case, ...], settings: Settings
+    ) -> list[Result]:
         """What ``Engine.generate`` does, with a seed per case."""
-        engine, method = self.engine, self.method
         verifier = engine.verifier(method, settings.reproducible)
         ready = []
         for index, case in enumerate(unit):

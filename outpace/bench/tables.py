@@ -45,7 +45,7 @@ def heading(report: Report) -> str:
     return (
         f"{p['model']}, {p['dtype']}, {p['gpu'] or p['cpu']}, {threads}: "
         f"{prompts} of {c['workload']}, {c['max_new_tokens']} new tokens, "
-        f"temperature {c['temperature']:g}, batch {c['batch']}"
+        f"temperature {c['temperature']:g}, batch {c['batch']}{', first answers' * bool(c.get('fresh'))}"
     )
 
 

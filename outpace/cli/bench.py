@@ -109,6 +109,7 @@ def bench(
         shown="--repeat",
         least=1,
     ),
+    fresh: bool = _how(False, "Measure first answers: what methods learn is forgotten before the next one."),
     disturb: bool = _how(False, "Measure every unit once more while another process spins on a core."),
     seed: int = _how(0, "First seed of sampled answers.", metavar="S"),
     out: Path | None = writes_folder(None, "Write report.json, report.md and plots here.", "-o"),
@@ -152,7 +153,15 @@ def bench(
     modes = modes_of(max_new_tokens, temperature)
     texts: Texts = {}
     with taking_part(
-        engine, specs, plan, asked.notes, rates=rates, texts=texts, peers=named, python=peer_python
+        engine,
+        specs,
+        plan,
+        asked.notes,
+        rates=rates,
+        texts=texts,
+        peers=named,
+        python=peer_python,
+        fresh=fresh,
     ) as contenders:
         runner = Runner(
             contenders,
@@ -178,6 +187,7 @@ def bench(
             "ignore_eos": modes[0].ignore_eos,
             "repeat": repeat,
             "max_repeat": runner.max_repeat,
+            "fresh": fresh,
             "disturb": disturb,
             "seed": seed,
             "drafters": drafters,

@@ -30,13 +30,14 @@ def taking_part(
     texts: Texts,
     peers: list[str],
     python: Path | None,
+    fresh: bool = False,
 ) -> Iterator[list[Contender]]:
     """Give all contenders, `none` first, and close them.
 
     Args:
         rates: of acceptance, for a synthetic drafter; None: there is none.
     """
-    contenders = gather(engine, specs, notes, plan)
+    contenders = gather(engine, specs, notes, plan, fresh)
     try:
         if rates is not None:
             from outpace.bench.synthetic import Synthetic
@@ -50,13 +51,16 @@ def taking_part(
             contender.close()
 
 
-def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions) -> list[Contender]:
+def gather(
+    engine: Engine, specs: list[str] | None, notes: list[str], plan: PlanOptions, fresh: bool = False
+) -> list[Contender]:
     """Drafters as contenders, `none` first.
 
     Args:
         specs: normalised method specs; None takes every registered drafter that this model can
             run without settings, and notes why others stay out.
         plan: how the drafts of all registered drafters are grown and verified.
+        fresh: whether they forget what other units taught.
 
     Raises:
         OutpaceError: a drafter that was named cannot be built.
@@ -70,7 +74,7 @@ def gather(engine: Engine, specs: list[str] | None, notes: list[str], plan: Plan
     for spec in dict.fromkeys(["none", *named]):
         try:
             wanted = plan.on(spec) if specs is None else spec
-            contenders.append(Ours(engine, engine.method(wanted)))
+            contenders.append(Ours(engine, engine.method(wanted), fresh=fresh))
         except OutpaceError as error:
             if specs is not None:
                 raise

@@ -11,6 +11,8 @@ from outpace.bench.records import VERBS, Case, Settings
 from outpace.bench.runner import Runner, make_units
 from outpace.bench.workloads import Prompt
 from outpace.errors import RequestError
+from outpace.policies.acceptance import KEPT
+from outpace.policies.auto import Auto
 from tests.bench.fakes import CASES, LONG, Fake, case, session
 
 
@@ -205,6 +207,23 @@ def test_a_run_is_what_generate_gives(engine, spec, settings):
     assert (run.draft_levels > 0) == (run.verb_seconds["draft_pass"] > 0) == ("model" in spec)
     assert run.peak_memory_bytes is None or run.peak_memory_bytes > 1e6
     assert engine.listeners == []
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+def test_a_fresh_answer_knows_nothing_of_others(engine, monkeypatch, fresh):
+    known = []
+    begin = Auto.begin
+
+    def begun(self, *kind, **more):
+        known.append(sum(pool.ratio(KEPT) != 1.0 for some in self._pools.values() for pool in some.values()))
+        return begin(self, *kind, **more)
+
+    monkeypatch.setattr(Auto, "begin", begun)
+    ours = Ours(engine, engine.method("auto"), fresh=fresh)
+    runs = [ours.run(made(engine, "a b a b a b a"), Settings(max_new_tokens=24)) for _ in range(2)]
+    assert known[0] == 0 and (known[1] == 0) == fresh
+    assert runs[0].tokens == runs[1].tokens and runs[0].decode_tokens == 23
+    assert 0 < sum(runs[1].verb_seconds.values()) <= runs[1].decode_seconds and engine.listeners == []
 
 
 def test_prefill_is_no_part_of_the_shares(engine):

@@ -114,6 +114,13 @@ def test_all_drafters_with_a_tree_are_all_but_those_that_pick(monkeypatch):
     assert note.startswith("auto takes no part: --tree-size 2 is for one drafter")
 
 
+@pytest.mark.parametrize("fresh", [True, False])
+def test_first_answers_are_told_from_later_ones(outpace, fresh):
+    ran = outpace(*few("--drafters", "auto", "--limit", "1", *["--fresh"] * fresh))
+    assert ran.code == 0, ran.err
+    assert (", batch 1, first answers" in ran.out) == fresh and ", batch 1" in ran.out
+
+
 def test_lossy_methods_are_marked(outpace):
     lossy = few("--drafters", "prompt_lookup", "--verifier", "typical", "--limit", "1")
     refused = outpace(*lossy)

@@ -62,9 +62,9 @@ OPTIONS = {
     """,
     "bench": """
         -b -d -m -o -t -w --allow-lossy --answers --batch --device --draft-model --drafter-anyway
-        --disturb --drafters --dtype --help --json --limit --max-new-tokens --max-repeat --model
-        --out --peer-python --peers --quantize --repeat --seed --synthetic-acceptance --temperature
-        --threads --tree --tree-size --verifier --workload
+        --disturb --drafters --dtype --fresh --help --json --limit --max-new-tokens --max-repeat
+        --model --out --peer-python --peers --quantize --repeat --seed --synthetic-acceptance
+        --temperature --threads --tree --tree-size --verifier --workload
     """,
     "bench compare": """
         --help --json
