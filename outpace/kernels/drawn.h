@@ -13,7 +13,7 @@ static uint64_t mixed(uint64_t state, int64_t part) {
 }
 
 /* The value of the first draw below a node. */
-static double first_worth(const Tree *g, int64_t node) { return times(worth(g, node), rest(g, node)); }
+static double first_worth(const Tree *g, int64_t node) { return worth(g, node) * rest(g, node); }
 
 /* A distribution: its entries, and their tokens, NULL if these are their places. */
 typedef struct {
@@ -91,7 +91,7 @@ static int is_full(const Tree *g, const Slot *s, int64_t first, int last) {
 /* Whether a draw from a distribution is worth less than its row. */
 static int is_dear(const Tree *g, const Slot *s, const float *law, int64_t width) {
     const double price = g->pays && g->count ? g->row[g->count] : 0;
-    return price > 0 && times(s->worth, largest(law, width)) <= price;
+    return price > 0 && s->worth * largest(law, width) <= price;
 }
 
 /* Draw from a slot, or close it. Gives 0 where there is no distribution. */
@@ -108,8 +108,8 @@ static int draw_slot(const Trees *t, Tree *g, Slot *s, const float *x, int64_t *
     const int64_t place = outpace_choose(left, law.width, (double)coin * 0x1p-53);
     if (!s->drawn) s->row = (*laws)++;
     s->place[s->drawn++] = place;
-    add_draw(g, s->node, law, place, times(s->worth, left[place]));
-    s->worth = times(s->worth, 1 - (double)left[place]);
+    add_draw(g, s->node, law, place, s->worth * left[place]);
+    s->worth *= 1 - (double)left[place];
     return 1;
 }
 
@@ -155,7 +155,7 @@ static int64_t count_siblings(const Tree *g, int64_t node, const float *law, int
     largest_few(law, width, top, most);
     for (; fan < most && lost > g->sibling; fan++) {
         taken += top[fan];
-        const double then = times(whole, 1 - taken);
+        const double then = whole * (1 - taken);
         if (g->pays && lost - then <= g->row[g->count + fan]) break;
         lost = then;
     }
@@ -174,7 +174,7 @@ static int draw_races(const Trees *t, Tree *g, const float *x, int64_t depth) {
         const int64_t fan = found ? count_siblings(g, node, law.prob, law.width) : 0;
         const int64_t count = fan ? outpace_race(law.prob, law.id, law.width, (int64_t)key, fan, winner) : 0;
         for (int64_t n = 0; n < count; n++)
-            add_draw(g, node, law, winner[n], times(worth(g, node), law.prob[winner[n]]));
+            add_draw(g, node, law, winner[n], worth(g, node) * law.prob[winner[n]]);
         if (count) note_group(g, node, g->groups);
     }
     return 1;

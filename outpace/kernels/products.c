@@ -304,15 +304,14 @@ void outpace_store(int64_t kind, const uint8_t *from, int64_t row_bytes, const i
 
 int64_t outpace_group_bytes(int64_t kind, int64_t inputs) { return group_bytes((int)kind, inputs); }
 
-/* Codes times scales, and then least values: two roundings, which compilers shall not make one. */
-static __attribute__((noinline)) void scaled(const Wide *wide, const int halves, float *out) {
+static void scaled(const Wide *wide, const int halves, float *out) {
     for (int i = 0; i < SPAN; i++)
         for (int o = 0; o < GROUP; o++) {
             const int16_t q = ((const int16_t *)wide->q)[(i / 2 * GROUP + o) * 2 + i % 2];
             out[i * GROUP + o] = q * ((const float *)wide->scale[i * halves / SPAN])[o];
         }
 }
-static __attribute__((noinline)) void lifted(const Wide *wide, float *out) {
+static void lifted(const Wide *wide, float *out) {
     for (int i = 0; i < SPAN * GROUP; i++) out[i] += ((const float *)wide->least)[i % GROUP];
 }
 

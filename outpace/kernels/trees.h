@@ -58,9 +58,6 @@ typedef struct {
 
 enum { CHOSEN, SLOTS, RACES };
 
-/* A product that is rounded, and not fused with the sum that it enters. */
-static __attribute__((noinline)) double times(double a, double b) { return a * b; }
-
 INLINE double worth(const Tree *g, int64_t node) { return node < 0 ? 1 : g->value[node]; }
 
 static void rank_candidate(Tree *g, int64_t node) {
@@ -100,7 +97,7 @@ static double odds(double chance) {
 
 /* Give them values anew. */
 static void value_planted(Tree *g) {
-    for (int64_t i = 0; i < g->planted; i++) g->value[i] = times(g->own[i], worth(g, g->parent[i]));
+    for (int64_t i = 0; i < g->planted; i++) g->value[i] = g->own[i] * worth(g, g->parent[i]);
 }
 
 static void rank_anew(Tree *g) {
@@ -117,11 +114,11 @@ static void add_beside(Tree *g, int64_t node, const int64_t *token, const float 
         g->said[child] = UNSEEN;
         for (int64_t n = 0; n < count; n++)
             if (token[n] == g->token[child]) same[n] = 1, g->said[child] = prob[n];
-        const double known = g->bias + times(g->text, odds(g->own[child]));
-        g->own[child] = 1 / (1 + exp(-(known + times(g->head, odds(g->said[child])))));
+        const double known = g->bias + g->text * odds(g->own[child]);
+        g->own[child] = 1 / (1 + exp(-(known + g->head * odds(g->said[child]))));
         over += g->own[child];
     }
-    if (over > SURE) EACH_PLANTED(child, node) g->own[child] = times(g->own[child], SURE / over);
+    if (over > SURE) EACH_PLANTED(child, node) g->own[child] *= SURE / over;
     value_planted(g);
     EACH_PLANTED(child, node) mass += g->said[child];
     mass = 1 - mass;
@@ -129,7 +126,7 @@ static void add_beside(Tree *g, int64_t node, const int64_t *token, const float 
     for (int64_t n = 0; n < count; n++) {
         if (token[n] < 0 || same[n]) continue;
         const double most = 1 / (prob[n] > UNSEEN ? prob[n] : UNSEEN);
-        const double value = times(worth(g, node), times(prob[n], scale < most ? scale : most));
+        const double value = worth(g, node) * (prob[n] * (scale < most ? scale : most));
         if (value > g->least || !g->count) add_candidate(g, node, token[n], value);
     }
 }
@@ -137,7 +134,7 @@ static void add_beside(Tree *g, int64_t node, const int64_t *token, const float 
 /* ---- Growth ---- */
 
 /* Chance that verification gets to a node, and has nothing below it that was there before. */
-static double promise(const Tree *g, int64_t node) { return times(g->value[node], rest(g, node)); }
+static double promise(const Tree *g, int64_t node) { return g->value[node] * rest(g, node); }
 
 /* How many of the best are worth their rows. */
 static int64_t staying(const Tree *g) {
@@ -183,7 +180,7 @@ static int opens(const Tree *g, const int64_t *fresh, int64_t count, int64_t dep
         if (first == i) below += likeliest, above += worth(g, parent);
     }
     const double kept = below / above;
-    for (int64_t i = 0; i < count; i++) more[i] = times(kept, promise(g, fresh[i]));
+    for (int64_t i = 0; i < count; i++) more[i] = kept * promise(g, fresh[i]);
     if (g->draws) return gain_behind(g, more, count) > g->level[depth];
     return gain(g, more, count) - gain(g, NULL, 0) > g->level[depth];
 }
@@ -225,7 +222,7 @@ static void grow_tree(const Trees *t, Tree *g, float *x, int64_t depth) {
     for (int64_t i = 0; i < g->opens; i++) {
         if (g->planted) add_beside(g, g->open[i], token + i * fan, prob + i * fan, fan);
         else for (int64_t n = i * fan; n < (i + 1) * fan && token[n] >= 0; n++) {
-            const double value = times(worth(g, g->open[i]), prob[n]);
+            const double value = worth(g, g->open[i]) * prob[n];
             if (value > g->least || !g->count) rank_candidate(g, add_candidate(g, g->open[i], token[n], value));
         }
     }
