@@ -207,6 +207,21 @@ def test_every_variant_compiles(tmp_path):
 
 
 @pytest.mark.slow
+@needs_code
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="a parameter of GCC")
+def test_rows_do_not_feel_how_a_compiler_is_tuned(tmp_path):
+    """GCC avoids chains of fused sums for some processors: for one row of a tile and not for the next."""
+    tuned = tmp_path / "cc"
+    tuned.write_text('#!/bin/sh\ntouch "$0.called"\nexec gcc "$@" --param=avoid-fma-max-bits=512\n')
+    tuned.chmod(0o755)
+    command = [sys.executable, "-m", "pytest", "-q", "tests/models/test_products.py", "-k", "feel_each_other"]
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    ran = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stdout
+    assert tuned.with_name("cc.called").exists()
+
+
+@pytest.mark.slow
 def test_a_wheel_carries_compiled_code_if_there_is_a_compiler(tmp_path):
     pytest.importorskip("setuptools", minversion="77")
     copy = tmp_path / "copy"
