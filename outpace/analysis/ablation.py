@@ -56,8 +56,8 @@ class _Lines(Costs):
 class _Full(Pool):
     """Trees have all the levels that they were asked for."""
 
-    def levels(self, depth: int, width: int) -> float:
-        return float(depth)
+    def levels(self, depth: int, width: int) -> list[float]:
+        return [float(level) for level in range(1, depth + 1)]
 
 
 class _FullTrees(Auto):

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from itertools import accumulate
+from operator import mul
 from typing import Any
 
 from outpace.policies.tuning import TUNING, Tuning
@@ -76,13 +78,10 @@ class Pool:
                 one = self.tally[kind[:end]] = Ratio()
             one.add(kept, expected, self.tuning.pool)
 
-    def levels(self, depth: int, width: int) -> float:
-        """Levels of a tree of so many at most: a drafter may stop earlier by itself."""
-        reached = total = 1.0
-        for level in range(1, depth):
-            reached *= self.ratio(HAS, level, width)
-            total += reached
-        return total
+    def levels(self, depth: int, width: int) -> list[float]:
+        """Levels expected of trees of 1, 2, ..., ``depth`` at most: a drafter may stop earlier by itself."""
+        further = [self.ratio(HAS, level, width) for level in range(1, depth)]
+        return list(accumulate(accumulate(further, mul, initial=1.0)))
 
     def grew(self, width: int, depth: int, nodes: int, levels: int) -> None:
         """Take in how large a tree became that might have had ``width`` nodes and ``depth`` levels."""

@@ -16,7 +16,6 @@ largest ratio by gains at a rate that is put right until they agree (Dinkelbach 
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -108,12 +107,14 @@ class Auto(Policy):
         longest = min(self.tuning.quiet, load.batch.bit_length() - 1)
         for i in awake:
             rows[i].state.quiet = 0 if i in chosen else min(rows[i].state.quiet + 1, longest)
-        users = Counter([offer.drafter for offer in chosen.values()])
+        users: dict[str, int] = {}
+        for offer in chosen.values():
+            users[offer.drafter] = users.get(offer.drafter, 0) + 1
         plans = []
         for i, row in enumerate(rows):
-            offer = row.state.asked = chosen.get(i)
+            own = row.state.asked = chosen.get(i)
             reason = "probe" if i == tried else "best" if i in awake else "pause"
-            plans.append(prices.plan(row, offer, reason, users[offer.drafter] if offer else 0))
+            plans.append(prices.plan(row, own, reason, users[own.drafter] if own else 0))
         return plans
 
     def _best(

@@ -78,7 +78,7 @@ class Prices:
             many = max(batch // 2, guesses)
             one = max(0.0, costs.passed(rows + many, load.context, batch) - self.plain) / many
             self._row_R = [one * n for n in range(len(self._pass_R))]
-        self._draft = cache(costs.price)
+        self._draft = cache(lambda of, together: [costs.price(of, together, levels) for levels in (1.0, 2.0)])
         self._reading = cache(lambda drafter: costs.reading(drafter, load.context))
         self._sizes = cache(self._sized)
         self._idle = cache(lambda reason: Plan(NONE, NOTHING, Choice(reason, {NONE: self.none})))
@@ -108,7 +108,7 @@ class Prices:
 
     def _levels(self, drafter: str, sequences: int = 1) -> tuple[float, float]:
         """Of the first level of a draft, and of each further one."""
-        first, two = [self._draft(drafter, sequences, levels) for levels in (1.0, 2.0)]
+        first, two = self._draft(drafter, sequences)
         return self.rate * first, self.rate * (two - first)
 
     def look_up(self, name: str, preview: Sequence[float], limit: Budget, scale: float) -> Offer:
@@ -164,12 +164,14 @@ class Prices:
         """Drafts: nodes, depth, width of a tree, what the chance of the last level is worth. Then rows and
         levels that are expected, and seconds that the rows add to a pass.
         """
-        found, row_R = [], self._row_R
+        found, row_R, wide = [], self._row_R, -1
         for nodes, depth in pool.sizes_to_weigh(budget):
             if nodes < len(row_R):
                 width = nodes if budget.shape.beam else 0
                 ratio = pool.ratio(KEPT, depth - 1, width)
-                levels = pool.levels(depth, width) if width else depth
+                if width and width != wide:
+                    wide, level_D = width, pool.levels(min(nodes, budget.max_depth), width)
+                levels = level_D[depth - 1] if width else depth
                 rows = min(nodes, nodes * pool.ratio(DRAFTED, width, depth)) if width else nodes
                 under = int(rows)
                 seconds = row_R[under] + (rows - under) * (row_R[min(nodes, under + 1)] - row_R[under])
