@@ -15,6 +15,7 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
+from outpace.cli.interrupts import STOPPED
 from outpace.cli.options import AS_JSON, AutoOptions, add, epilog, option, spread, writes_file, writes_folder
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
@@ -118,7 +119,7 @@ def bench(
 ) -> None:
     """Measure methods against plain decoding, in turns, prompt by prompt.
 
-    Ctrl-C ends it early and keeps what is measured. Read docs/bench.md before you believe it.
+    Ctrl-C or SIGTERM ends it early and keeps what is measured. Read docs/bench.md before you believe it.
     """
     if context.invoked_subcommand is not None:
         return
@@ -146,23 +147,27 @@ def bench(
 
     from outpace.bench.cases import make_cases
     from outpace.bench.runner import Runner
+    from outpace.train.stopping import ended
 
     seeds = range(seed, seed + SEEDS) if temperature > 0 else [seed]
     with show.busy("preparing prompts"):
         asked = make_cases(engine, prompts, limit=limit, max_new_tokens=max_new_tokens, seeds=seeds)
     modes = modes_of(max_new_tokens, temperature)
     texts: Texts = {}
-    with taking_part(
-        engine,
-        specs,
-        plan,
-        asked.notes,
-        rates=rates,
-        texts=texts,
-        peers=named,
-        python=peer_python,
-        fresh=fresh,
-    ) as contenders:
+    with (
+        ended() as stopped,
+        taking_part(
+            engine,
+            specs,
+            plan,
+            asked.notes,
+            rates=rates,
+            texts=texts,
+            peers=named,
+            python=peer_python,
+            fresh=fresh,
+        ) as contenders,
+    ):
         runner = Runner(
             contenders,
             texts,
@@ -199,7 +204,7 @@ def bench(
     with show.then_write(answers, answered), show.then_write(out, partial(save, report)):
         show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
-        raise typer.Exit(130)
+        raise typer.Exit(128 + stopped[0] if stopped else STOPPED)
 
 
 def read_drafters(text: str, plan: PlanOptions) -> list[str] | None:

@@ -13,6 +13,7 @@ import typer
 
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
+from outpace.cli.interrupts import STOPPED
 from outpace.cli.keys import read_keys
 from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, whole, writes_folder
 from outpace.cli.started import started
@@ -95,7 +96,7 @@ def serve(
 ) -> None:
     """Put load on a server, drafter by drafter in turns, and report rates, delays and texts.
 
-    Ctrl-C ends it early and keeps what is measured. docs/bench.md says what the columns mean.
+    Ctrl-C or SIGTERM ends it early and keeps what is measured. docs/bench.md says what the columns mean.
     """
     if rate is not None and not 0 < rate < float("inf"):
         raise RequestError(f"--rate must be above 0, got {rate:g}")
@@ -111,6 +112,7 @@ def serve(
     from outpace.bench.load_report import Session, build
     from outpace.bench.load_run import Plan, measure
     from outpace.params import SamplingParams
+    from outpace.train.stopping import ended
 
     SamplingParams(temperature=temperature, seed=seed)  # refuses what is out of range
     arrivals = [Arrival(rate=rate)]
@@ -132,13 +134,14 @@ def serve(
         specs if mixed else (),
         longest=max_prompt_tokens,
     )
-    with started(url, model, specs, clients=most, seconds=timeout) as address:
+    with ended() as asked, started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
             asyncio.run(measure(plan, address, key, float(timeout), show.progress))
         except KeyboardInterrupt:
             session.interrupted = True
+    stopped = typer.Exit(128 + asked[0] if asked else STOPPED)
     if not session.rounds:
-        raise typer.Exit(130)
+        raise stopped
     report = build(
         session,
         provenance_of(
@@ -164,7 +167,7 @@ def serve(
     with show.then_write(out, partial(save, report)):
         show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
-        raise typer.Exit(130)
+        raise stopped
 
 
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

@@ -54,12 +54,14 @@ class _End:
 
 
 @contextlib.contextmanager
-def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
-    """Let SIGTERM end what runs as Ctrl-C does, in the main thread; after both, say what was kept.
+def ended() -> Iterator[list[int]]:
+    """Let SIGTERM end what runs as Ctrl-C does, in the main thread.
+
+    Yields:
+        The number of each SIGTERM that came.
 
     Raises:
-        KeyboardInterrupt: of these two, with the number of SIGTERM.
-        OSError: of a full disk; it says what was kept as well.
+        KeyboardInterrupt: with that number.
     """
     end = _End()
     ours = (
@@ -69,18 +71,31 @@ def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
     if ours:
         signal.signal(signal.SIGTERM, end)
     try:
-        yield
-    except KeyboardInterrupt as stop:
-        say(kept())
-        raise KeyboardInterrupt(*(end.numbers[:1] or stop.args)) from None
-    except OSError as error:
-        if error.errno not in FULL:
-            raise
-        said = kept().removeprefix("stopped: ")
-        raise OSError(error.errno, f"{error.strerror}; {said}", error.filename) from error
+        yield end.numbers
     finally:
         if ours:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+@contextlib.contextmanager
+def told(say: Say, kept: Callable[[], str]) -> Iterator[None]:
+    """As ``ended``; after Ctrl-C and SIGTERM, say what was kept.
+
+    Raises:
+        KeyboardInterrupt: of these two, with the number of SIGTERM.
+        OSError: of a full disk; it says what was kept as well.
+    """
+    with ended() as numbers:
+        try:
+            yield
+        except KeyboardInterrupt as stop:
+            say(kept())
+            raise KeyboardInterrupt(*(numbers[:1] or stop.args)) from None
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            said = kept().removeprefix("stopped: ")
+            raise OSError(error.errno, f"{error.strerror}; {said}", error.filename) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -190,18 +191,21 @@ def test_reports_side_by_side(outpace, reports):
     assert "measured different things: prompts (3 and 2)" in ran.err
 
 
-def test_ctrl_c_keeps_what_is_measured(outpace, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stops_it_keeps_what_is_measured(outpace, monkeypatch, number):
     run, count = Ours.run, []
 
     def stopped(self, unit, settings):
         count.append(unit)
         if len(count) == 7 + 2 + 3:  # noise floor, warm-up, one unit and a half
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:  # which may be ignored here
+                raise KeyboardInterrupt
+            signal.raise_signal(number)
         return run(self, unit, settings)
 
     monkeypatch.setattr(Ours, "run", stopped)
     ran = outpace(*few("--json"))
-    assert ran.code == 130
+    assert ran.code == 128 + number
     report = json.loads(ran.out)
     assert report["partial"] and [row["sequences"] for row in report["rows"]] == [1, 1]
 

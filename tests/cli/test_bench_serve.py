@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -194,23 +195,26 @@ def test_requests_that_are_turned_away_are_errors(outpace, target, workload):
     assert all(kind.startswith("429: ") for kind in row["error_kinds"])
 
 
-def test_ctrl_c_keeps_what_is_whole(outpace, url, workload, monkeypatch):
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_what_stops_it_keeps_what_is_whole(outpace, url, workload, monkeypatch, number):
     measure, calls = load_run.one_round, []
 
     async def interrupted(*arguments):
         calls.append(arguments)
         if len(calls) == 4:
-            raise KeyboardInterrupt
+            if number == signal.SIGINT:  # which may be ignored here
+                raise KeyboardInterrupt
+            signal.raise_signal(number)
         return await measure(*arguments)
 
     monkeypatch.setattr(load_run, "one_round", interrupted)
     ran = load(outpace, url, workload, "-c", "2", "--json")
     report = json.loads(ran.out)
-    assert ran.code == 130 and report["partial"]
+    assert ran.code == 128 + number and report["partial"]
     assert [row["rounds"] for row in report["loads"]] == [1, 1]
     calls[:] = [None] * 3  # before anything is measured: nothing to say
     ran = load(outpace, url, workload, "-c", "2", "--json")
-    assert (ran.code, ran.out) == (130, "")
+    assert (ran.code, ran.out) == (128 + number, "")
 
 
 @pytest.mark.parametrize(
