@@ -304,15 +304,14 @@ void outpace_store(int64_t kind, const uint8_t *from, int64_t row_bytes, const i
 
 int64_t outpace_group_bytes(int64_t kind, int64_t inputs) { return group_bytes((int)kind, inputs); }
 
-static void scaled(const Wide *wide, const int halves, float *out) {
+static void spell_out(const Wide *wide, const int halves, const int least, float *out) {
     for (int i = 0; i < SPAN; i++)
         for (int o = 0; o < GROUP; o++) {
             const int16_t q = ((const int16_t *)wide->q)[(i / 2 * GROUP + o) * 2 + i % 2];
-            out[i * GROUP + o] = q * ((const float *)wide->scale[i * halves / SPAN])[o];
+            float *to = out + i * GROUP + o;
+            *to = q * ((const float *)wide->scale[i * halves / SPAN])[o];
+            if (least) *to += ((const float *)wide->least)[o];
         }
-}
-static void lifted(const Wide *wide, float *out) {
-    for (int i = 0; i < SPAN * GROUP; i++) out[i] += ((const float *)wide->least)[i % GROUP];
 }
 
 /* The numbers that outputs `first` to `last` of a group stand for, one output after the other. */
@@ -329,10 +328,8 @@ static void dense_outputs(const Matrix *m, int64_t group, int64_t first, int64_t
         }
 #undef KIND
         const int64_t here = m->inputs - b * SPAN < SPAN ? m->inputs - b * SPAN : SPAN;
-        if (is_coded(kind)) {
-            scaled(&wide, kind == Q6_K ? 2 : 1, one);
-            if (has_least(kind)) lifted(&wide, one);
-        } else for (int64_t i = 0; i < here; i++)
+        if (is_coded(kind)) spell_out(&wide, kind == Q6_K ? 2 : 1, has_least(kind), one);
+        else for (int64_t i = 0; i < here; i++)
             for (int64_t o = first; o < last; o++) {
                 const int64_t in = b * SPAN + i;
                 const bf16 *half = (const bf16 *)panel + (in / 2 * size + o) * 2 + in % 2;
