@@ -239,7 +239,7 @@ class Costs:
         units, further = (1.0, levels - 1.0) if levels else (float(count), 0.0)
         late, usual = sum([max(0, row.num_uncached - _UNREAD) for row in rows]), line.of(units, further)
         seconds, of = self._reads.get(name, (0.0, 0.0))
-        first, reading = not lines, max(0.0, seconds) / of * late if of else 0.0
+        first, reading = not lines, self.reading(name, late)
         line = lines.setdefault(_power(count), Line(line.a, line.b / line.a, self.tuning))
         # The first draft warms up; a price that forbids a second one would stay.
         if late and not first:
