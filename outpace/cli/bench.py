@@ -15,7 +15,7 @@ import typer
 from outpace.cli import bench_passes, bench_serve, show
 from outpace.cli.contenders import check_peers, taking_part
 from outpace.cli.drafting import PlanOptions, read_specs
-from outpace.cli.interrupts import STOPPED
+from outpace.cli.interrupts import exit_code
 from outpace.cli.options import AS_JSON, AutoOptions, add, epilog, option, spread, writes_file, writes_folder
 from outpace.config import DEFAULT_DRAFTER
 from outpace.errors import RequestError
@@ -204,7 +204,7 @@ def bench(
     with show.then_write(answers, answered), show.then_write(out, partial(save, report)):
         show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
-        raise typer.Exit(128 + stopped[0] if stopped else STOPPED)
+        raise typer.Exit(exit_code(stopped))
 
 
 def read_drafters(text: str, plan: PlanOptions) -> list[str] | None:

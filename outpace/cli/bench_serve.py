@@ -13,7 +13,7 @@ import typer
 
 from outpace.bench.load_terms import MIXED, PLAIN, USUAL
 from outpace.cli import show
-from outpace.cli.interrupts import STOPPED
+from outpace.cli.interrupts import exit_code
 from outpace.cli.keys import read_keys
 from outpace.cli.options import AS_JSON, AutoOptions, numbers, option, whole, writes_folder
 from outpace.cli.started import started
@@ -134,14 +134,13 @@ def serve(
         specs if mixed else (),
         longest=max_prompt_tokens,
     )
-    with ended() as asked, started(url, model, specs, clients=most, seconds=timeout) as address:
+    with ended() as stopped, started(url, model, specs, clients=most, seconds=timeout) as address:
         try:
             asyncio.run(measure(plan, address, key, float(timeout), show.progress))
         except KeyboardInterrupt:
             session.interrupted = True
-    stopped = typer.Exit(128 + asked[0] if asked else STOPPED)
     if not session.rounds:
-        raise stopped
+        raise typer.Exit(exit_code(stopped))
     report = build(
         session,
         provenance_of(
@@ -167,7 +166,7 @@ def serve(
     with show.then_write(out, partial(save, report)):
         show.finish(report, as_json, lambda: show_report(report))
     if report["partial"]:
-        raise stopped
+        raise typer.Exit(exit_code(stopped))
 
 
 def provenance_of(about: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:

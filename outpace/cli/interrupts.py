@@ -9,12 +9,18 @@ Python's own handler is back.
 import os
 import signal
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 STOPPED = 130
 """Exit code of a command that Ctrl-C ended."""
 _IMPORTS = "<frozen importlib._bootstrap>"
 _SHOW = b"\r\x1b[2K\x1b[?25h"  # clears the line of a spinner, and shows the cursor again
+
+
+def exit_code(signals: Sequence[int]) -> int:
+    """Of a command that the first of these signals ended; by Ctrl-C, if there is none."""
+    return 128 + signals[0] if signals else STOPPED
 
 
 def is_command() -> bool:

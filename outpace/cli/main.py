@@ -144,7 +144,7 @@ def _main(arguments: list[str]) -> int:
         _drop_stdout()
         return 141
     except KeyboardInterrupt as stop:
-        return 128 + stop.args[0] if stop.args else interrupts.STOPPED
+        return interrupts.exit_code(stop.args)
     except OutpaceError as error:
         return _fail(str(error))
     except OSError as error:
